@@ -1,0 +1,44 @@
+# The verbs that people, hooks and CI share.  PYTHON chooses the interpreter that .venv is made from.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup format check test test-gpu bench demo
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make .venv, or bring it up to date with pyproject.toml
+
+$(READY): pyproject.toml scripts/environment.py
+	@$(PYTHON) scripts/environment.py
+
+format: $(READY)  ## format the code and mend what the linter can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+check: $(READY)  ## format, lint, types, import rules; then the size of the code
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/code_lines.py
+
+test: $(READY)  ## all tests that run on a CPU, the slow ones excepted
+	@$(BIN)/python -m pytest
+
+test-gpu: $(READY)  ## the tests marked gpu, with the first python that has a CUDA device
+	@for python in $(BIN)/python $(PYTHON); do \
+	    if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	        exec $$python -m pytest -m 'gpu or multi_gpu' --slow; \
+	    fi; \
+	done; \
+	echo 'test-gpu: neither $(BIN)/python nor $(PYTHON) sees a CUDA device; run it on a GPU machine' >&2; exit 1
+
+bench: $(READY)  ## the engine's benchmark
+	@$(BIN)/deepinfer bench steps
+
+demo: $(READY)  ## generate text with the model that the package carries
+	$(BIN)/deepinfer generate --file examples/prompt.txt --max-tokens 64

@@ -1,0 +1,27 @@
+"""Serving DeepSeek-V4.1-Flash on the machines people have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer.engine.llm import LLM
+    from deepinfer.request import RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "deepinfer.engine.llm",
+    "RequestOutput": "deepinfer.request",
+    "SamplingParams": "deepinfer.request",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Import public names on first use: planning code imports this package where torch is not installed."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,282 @@
+"""Step benchmark: prefill of one prompt, decode of one and of many requests, and where the time goes.
+
+The floor of a step is the larger of (weight bytes it must read / memory bandwidth) and (multiply-adds in its matrix products /
+matrix rate), both ceilings measured in the same run on the same device with plain library calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from deepinfer.config import EngineArgs, ModelConfig
+from deepinfer.engine.loader import load
+from deepinfer.executor.worker import Worker
+from deepinfer.ops import quant
+from deepinfer.ops.op import REFERENCE, bind, registered
+from deepinfer.request import SamplingParams
+from deepinfer.step import Chunk, StepPlan
+
+_PAGE_SLACK = 64
+"""Tokens of room behind the prompt of a measured request."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FamilyClock:
+    """Exclusive time per op family; operators that call operators are charged for their own part only."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _inner: list[float] = field(default_factory=list)
+
+    def wrap(self, family: str, body: Callable[..., Any], synchronize: Callable[[], None]) -> Callable[..., Any]:
+        """``body``, timed."""
+
+        @functools.wraps(body)
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            result = body(*args, **kwargs)
+            synchronize()
+            spent = time.perf_counter() - start
+            self.seconds[family] += spent - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += spent
+            return result
+
+        return timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One scenario.
+
+    Attributes:
+        name: what ran.
+        tokens: tokens a step computes.
+        step_seconds: of every repetition.
+        floor_seconds: see the module's docstring.
+        families: op family -> seconds of one step, measured apart with timers in place; "other" is what lies between operators.
+    """
+
+    name: str
+    tokens: int
+    step_seconds: tuple[float, ...]
+    floor_seconds: float
+    families: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Rates of this device in this run.
+
+    Attributes:
+        bytes_per_second: reading a weight-sized tensor.
+        flop_per_second: a large product in the dtype that weights are kept in; a multiply-add counts 2.
+    """
+
+    bytes_per_second: float
+    flop_per_second: float
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _best(run: Callable[[], object], synchronize: Callable[[], None], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Memory and matrix rates, by a sum over 256 MiB and a 2048-cubed product."""
+    synchronize = _synchronizer(device)
+    big = torch.ones(64 << 20, dtype=torch.float32, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    left = torch.randn(2048, 2048, generator=generator, device=device).to(quant.gemm_dtype(device))
+    memory, matrix = _best(big.sum, synchronize), _best(lambda: left @ left, synchronize)
+    return Ceilings(bytes_per_second=big.numel() * 4 / memory, flop_per_second=2 * 2048**3 / matrix)
+
+
+def _linear_weights(config: ModelConfig) -> tuple[int, int, int]:
+    """Weights in matrix products: of all layers but routed experts and head, of one routed expert, of the head."""
+    d, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
+    expert = 3 * d * config.moe_intermediate_size
+    attention = d * (config.q_lora_rank + width) + config.q_lora_rank * heads * width
+    attention += config.o_lora_rank * heads * width + config.o_groups * config.o_lora_rank * d
+    n = config.hc_mult
+    each = attention + expert + config.n_routed_experts * d + 2 * (2 * n + n * n) * n * d
+    total = config.num_hidden_layers * each
+    total += len(config.engram_layer_ids) * config.engram_columns * config.engram_head_dim * (n + 1) * d
+    total += len(config.index_source_layer_ids) * config.index_n_heads * (config.index_head_dim * config.q_lora_rank + d)
+    for layer in config.kv_source_layer_ids:
+        total += config.ratio(layer) * width * d + config.index_head_dim * width
+    return total, expert, config.vocab_size * d
+
+
+def _floor(config: ModelConfig, tokens: int, num_logits: int, element_bytes: int, ceilings: Ceilings) -> float:
+    dense, expert, head = _linear_weights(config)
+    picks = tokens * config.num_experts_per_tok * config.num_hidden_layers
+    experts_hit = min(picks, config.n_routed_experts * config.num_hidden_layers)
+    flop = 2 * (tokens * dense + picks * expert + num_logits * head)
+    read = element_bytes * (dense + experts_hit * expert + head)
+    return max(flop / ceilings.flop_per_second, read / ceilings.bytes_per_second)
+
+
+class _Requests:
+    """Plans for ``count`` requests that stand at the same length, on pages of their own."""
+
+    def __init__(self, worker: Worker, count: int, prompt_tokens: int, seed: int) -> None:
+        self.worker = worker
+        self.rng = np.random.default_rng(seed)
+        self.count = count
+        self.length = 0
+        self.pages = worker.layout.pages_for(prompt_tokens + _PAGE_SLACK)
+        for number in range(count):
+            worker.add(f"bench-{number}", SamplingParams(temperature=0, seq_seed=0), prompt_tokens)
+
+    def plan(self, tokens: int) -> StepPlan:
+        first_text_id, last_text_id = 3, 259
+        chunks = [
+            Chunk(
+                request_id=f"bench-{number}",
+                slot=number + 1,
+                start=self.length,
+                token_ids=self.rng.integers(first_text_id, last_text_id, tokens).astype(np.int32),
+                page_ids=tuple(range(1 + number * self.pages, 1 + (number + 1) * self.pages)),
+                num_logits=1,
+            )
+            for number in range(self.count)
+        ]
+        self.length += tokens
+        return StepPlan(chunks=tuple(chunks))
+
+    def close(self) -> None:
+        for number in range(self.count):
+            self.worker.remove(f"bench-{number}")
+
+
+def _plans(worker: Worker, count: int, context: int, tokens: int, repeats: int) -> Iterator[StepPlan]:
+    """Plans to time: prefill of ``tokens`` from nothing, or ``tokens`` more behind a context that is computed first."""
+    if context == 0:
+        for repeat in range(repeats):
+            requests = _Requests(worker, count, tokens, repeat)
+            yield requests.plan(tokens)
+            requests.close()
+        return
+    requests = _Requests(worker, count, context, 0)
+    worker.run(requests.plan(context))
+    for _ in range(repeats):
+        yield requests.plan(tokens)
+    requests.close()
+
+
+def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7) -> str:
+    """Measure and render a table.
+
+    Args:
+        model: as in :class:`EngineArgs`.
+        device: as in :class:`EngineArgs`.
+        prompt_tokens: length of the prefill, and of the context of the decode of one request.
+        repeats: timed steps of each scenario.
+    """
+    args = EngineArgs(
+        model=model,
+        device=device,
+        max_num_seqs=16,
+        max_model_len=prompt_tokens + 2 * _PAGE_SLACK,
+        max_num_batched_tokens=prompt_tokens,
+    )
+    loaded = load(args)
+    worker, where = loaded.worker, loaded.worker.model.device
+    synchronize = _synchronizer(where)
+    ceilings = measure_ceilings(where)
+    element_bytes = quant.gemm_dtype(where).itemsize
+    clock = FamilyClock()
+    for name, each in registered().items():
+        each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[REFERENCE], synchronize)
+
+    many_context = prompt_tokens // 4
+    scenarios = [
+        (f"prefill, 1 prompt of {prompt_tokens}", 1, 0, prompt_tokens),
+        (f"decode, 1 request at {prompt_tokens}", 1, prompt_tokens, 1),
+        (f"decode, 16 requests at {many_context}", 16, many_context, 1),
+    ]
+    results = []
+    with tqdm(total=len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
+        for name, count, context, tokens in scenarios:
+            seconds = []
+            for number, plan in enumerate(_plans(worker, count, context, tokens, repeats + 1)):
+                start = time.perf_counter()
+                worker.run(plan)
+                synchronize()
+                if number:  # the first warms up
+                    seconds.append(time.perf_counter() - start)
+                bar.update()
+            bind("timed")
+            for plan in _plans(worker, count, context, tokens, 1):
+                clock.seconds.clear()
+                start = time.perf_counter()
+                worker.run(plan)
+                total = time.perf_counter() - start
+            bind(REFERENCE)
+            bar.update()
+            families = {**clock.seconds, "other": total - sum(clock.seconds.values())}
+            results.append(
+                Measurement(
+                    name=name,
+                    tokens=count * tokens,
+                    step_seconds=tuple(seconds),
+                    floor_seconds=_floor(loaded.config, count * tokens, count, element_bytes, ceilings),
+                    families=families,
+                )
+            )
+    return _render(results, ceilings, where)
+
+
+def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device) -> str:
+    names = sorted({family for each in results for family in each.families} - {"other"})
+    rows = []
+    for each in results:
+        median = statistics.median(each.step_seconds)
+        low, high = min(each.step_seconds), max(each.step_seconds)
+        rows.append(
+            [
+                each.name,
+                f"{each.tokens / median:,.0f}",
+                f"{median * 1e3:.1f}",
+                f"{low * 1e3:.1f} … {high * 1e3:.1f}",
+                f"{each.floor_seconds * 1e3:.2f}",
+                f"{each.floor_seconds / median:.0%}",
+            ]
+        )
+    shares = [
+        [each.name, *(f"{each.families.get(name, 0) / sum(each.families.values()):.0%}" for name in [*names, "other"])]
+        for each in results
+    ]
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return "\n".join(
+        [
+            f"{what}; torch {torch.__version__}; reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
+            f"{quant.gemm_dtype(device)} products {ceilings.flop_per_second / 1e9:,.0f} GFLOP/s",
+            "",
+            tabulate(rows, headers=["scenario", "tokens/s", "step ms, median", "min … max", "floor ms", "share of floor"]),
+            "",
+            tabulate(shares, headers=["time by op family", *names, "other"]),
+        ]
+    )

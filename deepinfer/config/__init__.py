@@ -1,0 +1,23 @@
+"""Frozen settings; the sole reader of ``config.json``, flags and environment.  Imports no torch."""
+
+from deepinfer.config.engine import EngineArgs, cache_dir
+from deepinfer.config.file import QUANT_BLOCK, check, config_json, load_config, parse_config
+from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionConfig, engram_primes
+from deepinfer.config.named import NANO_COMPRESSED_VOCAB_SIZE, named_config
+
+__all__ = [
+    "NANO_COMPRESSED_VOCAB_SIZE",
+    "QUANT_BLOCK",
+    "EngineArgs",
+    "LayerKind",
+    "ModelConfig",
+    "RopeScaling",
+    "VisionConfig",
+    "cache_dir",
+    "check",
+    "config_json",
+    "engram_primes",
+    "load_config",
+    "named_config",
+    "parse_config",
+]

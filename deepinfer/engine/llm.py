@@ -1,0 +1,230 @@
+"""The offline interface: prompts in, texts out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from deepinfer.config import EngineArgs
+from deepinfer.engine.core import EngineCore
+from deepinfer.engine.loader import load
+from deepinfer.engine.prompt import Prompt, build_prompt, checked_ids, text_ids
+from deepinfer.errors import ConfigError, RequestError
+from deepinfer.request import Request, RequestOutput, SamplingParams
+from deepinfer.scheduler.scheduler import Limits
+from deepinfer.tokenizer import Tokenizer
+
+MultiModalData = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process.
+
+    Example::
+
+        llm = LLM("nano")
+        print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=32))[0])
+    """
+
+    def __init__(
+        self,
+        model: str = "nano",
+        tokenizer: str | None = None,
+        trust_remote_code: bool = False,
+        expert_parallel_size: int = 1,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        decode_sequence: bool = True,
+        *,
+        progress: bool = True,
+        **engine_args: Any,  # noqa: ANN401  (settings of any type; EngineArgs checks them)
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model: checkpoint directory, or ``nano``.
+            tokenizer: directory of another ``tokenizer.json``.
+            decode_sequence: whether :meth:`generate` returns texts instead of per-token records.
+            progress: whether loading shows bars.
+            engine_args: settings of :class:`EngineArgs`.
+
+        Raises:
+            ConfigError: a setting or a file is not usable; says which and why.
+        """
+        args = EngineArgs.from_keywords(
+            model=model,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+            expert_parallel_size=expert_parallel_size,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            **engine_args,
+        )
+        loaded = load(args, progress=progress)
+        self.args = args
+        self.config = loaded.config
+        self.decode_sequence = decode_sequence
+        self._tokenizer = loaded.tokenizer
+        limits = Limits(
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            eos_token_id=loaded.config.eos_token_id,
+            image_token_id=loaded.config.image_token_id,
+        )
+        self._core: EngineCore | None = EngineCore(loaded.worker, limits)
+        self._numbers = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Give the model's memory back; the object cannot be used afterwards."""
+        self._core = None
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[Iterable[int]] | None = None,
+        use_tqdm: bool = True,
+        multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
+    ) -> list[str] | list[list[RequestOutput]]:
+        """Complete every prompt.
+
+        Args:
+            prompts: one text or a list.
+            sampling_params: one for all, or one per prompt.
+            prompt_token_ids: ids instead of texts (they win where both are given); equal lengths if both.
+            use_tqdm: show progress.
+            multi_modal_data: per prompt ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height).
+
+        Returns:
+            Texts in the order of the prompts, or with ``decode_sequence=False`` the records of each prompt's tokens.
+
+        Raises:
+            RequestError: a prompt or a parameter is not usable; nothing was generated.
+        """
+        records = self.generate_records(prompts, sampling_params, prompt_token_ids, use_tqdm, multi_modal_data)
+        return [self.text(each) for each in records] if self.decode_sequence else records
+
+    def generate_records(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[Iterable[int]] | None = None,
+        use_tqdm: bool = True,
+        multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
+    ) -> list[list[RequestOutput]]:
+        """:meth:`generate`, always with the records of each prompt's tokens."""
+        ready = self._prompts(prompts, prompt_token_ids, multi_modal_data)
+        params = _one_each(sampling_params, len(ready))
+        core = self._running()
+        records: dict[str, list[RequestOutput]] = {}
+        try:
+            for prompt, each in zip(ready, params, strict=True):
+                records[self._add(core, prompt, each)] = []
+            with tqdm(total=len(records), unit="prompt", desc="generating", disable=not use_tqdm) as bar:
+                while not core.is_idle:
+                    for output in core.step():
+                        records[output.request_id].append(output)
+                        bar.update(output.finished)
+        except BaseException:
+            for request_id in records:
+                core.abort(request_id)
+            raise
+        return list(records.values())
+
+    def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, token by token; closing the iterator ends the request."""
+        (ready,) = self._prompts(prompt, None, None)
+        core = self._running()
+        request_id = self._add(core, ready, sampling_params or SamplingParams())
+        try:
+            while not core.is_idle:
+                yield from core.step()
+        finally:
+            core.abort(request_id)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids that :meth:`generate` makes of a text."""
+        return text_ids(text, self._tokenizer, with_images=False)
+
+    def text(self, records: Iterable[RequestOutput]) -> str:
+        """The text of a request's records, without the end token."""
+        return self._tokenizer.decode(
+            [each.token_id for each in records if each.token_id is not None and each.token_id != self.config.eos_token_id]
+        )
+
+    def _running(self) -> EngineCore:
+        if self._core is None:
+            raise ConfigError("this LLM was closed; make a new one")
+        return self._core
+
+    def _add(self, core: EngineCore, prompt: Prompt, params: SamplingParams) -> str:
+        request_id = str(next(self._numbers))
+        core.add(Request(request_id=request_id, prompt_token_ids=prompt.token_ids, params=params), prompt.pictures)
+        return request_id
+
+    def _prompts(
+        self,
+        prompts: str | Sequence[str] | None,
+        prompt_token_ids: Sequence[Iterable[int]] | None,
+        multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None,
+    ) -> list[Prompt]:
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if texts is None and prompt_token_ids is None:
+            raise RequestError("neither prompts nor prompt_token_ids was given; give one of them")
+        if texts is not None and prompt_token_ids is not None and len(texts) != len(prompt_token_ids):
+            raise RequestError(
+                f"{len(texts)} prompts and {len(prompt_token_ids)} prompt_token_ids were given; give equally many, or one of them"
+            )
+        count = len(prompt_token_ids or texts or ())
+        extras = [multi_modal_data] if isinstance(multi_modal_data, Mapping) else multi_modal_data
+        if extras is None:
+            extras = [None] * count
+        if len(extras) != count:
+            raise RequestError(f"{len(extras)} multi_modal_data for {count} prompts were given; give one per prompt, or none")
+        ready = []
+        for number, extra in enumerate(extras):
+            try:
+                images = _images(extra)
+                if prompt_token_ids is not None:
+                    ids = checked_ids(prompt_token_ids[number], self.config)
+                else:
+                    assert texts is not None, "one of the two was given"
+                    ids = text_ids(texts[number], self._tokenizer, with_images=bool(images))
+                ready.append(build_prompt(ids, images, self.config))
+            except RequestError as error:
+                raise type(error)(f"prompt {number}: {error}") from error
+        return ready
+
+
+def _one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} sampling_params for {count} prompts were given; give one for all or one per prompt")
+    return list(given)
+
+
+def _images(extra: MultiModalData | None) -> list[bytes]:
+    """Encoded images of one prompt's multi-modal data."""
+    if extra is None:
+        return []
+    unknown = sorted(set(extra) - {"image_bytes", "image_sizes"})
+    if unknown:
+        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; known are image_bytes and image_sizes")
+    images = list(extra.get("image_bytes") or [])
+    sizes = extra.get("image_sizes")
+    if sizes is not None and len(sizes) != len(images):
+        raise RequestError(f"{len(sizes)} image_sizes came with {len(images)} image_bytes; give one size per image, or none")
+    return images

@@ -1,0 +1,138 @@
+"""From a model's name or directory to a worker that can run it.
+
+``nano`` is the small model that is always at hand: its checkpoint is written on first use to the user's cache, in the published
+format, and then read like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepinfer.config import EngineArgs, ModelConfig, cache_dir, config_json, load_config, named_config
+from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.executor.worker import Worker
+from deepinfer.kv.layout import KVLayout
+from deepinfer.model.flash import Flash
+from deepinfer.model.vision import VisionTower
+from deepinfer.model.weights import random_tensors, read_checkpoint, write_checkpoint
+from deepinfer.ops.op import REFERENCE, bind
+from deepinfer.tokenizer import IMAGE, Tokenizer, byte_tokenizer
+
+NANO_SEED = 20261017
+_CPU_KV_BYTES = 2 << 30
+"""Most KV memory taken on a CPU, where nothing says how much of it is ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model ready to serve."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    worker: Worker
+
+
+def model_directory(model: str, *, progress: bool = True) -> Path:
+    """The directory that ``model`` names; makes ``nano``'s on first use.
+
+    Raises:
+        ConfigError: it is neither a directory nor a known name.
+    """
+    if model == "nano":
+        return _nano_directory(progress=progress)
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, or nano")
+    return path
+
+
+def _nano_directory(*, progress: bool) -> Path:
+    config, tokenizer = named_config("nano"), byte_tokenizer()
+    identity = json.dumps([config_json(config), NANO_SEED, tokenizer.vocab_size, random_tensors.__doc__], sort_keys=True)
+    path = cache_dir() / f"nano-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if not (path / "tokenizer.json").exists():
+        # tokenizer.json is written last: its presence says that the directory is whole.
+        shutil.rmtree(path, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(path, config, random_tensors(config, NANO_SEED), progress=progress)
+        tokenizer.save(path / "tokenizer.json")
+    return path
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s); "
+            "use cpu, or a machine and a build of torch that have it"
+        )
+    return device
+
+
+def _num_pages(args: EngineArgs, layout: KVLayout, num_slots: int, device: torch.device) -> int:
+    """Pages that the memory budget allows, at most what all requests at full length could use."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - total * (1 - args.gpu_memory_utilization))
+    else:
+        budget = _CPU_KV_BYTES
+    per_request = layout.pages_for(args.max_model_len)
+    affordable = (budget - num_slots * layout.slot_bytes) // layout.page_bytes
+    if affordable < per_request + 1:
+        needed = (num_slots * layout.slot_bytes + (per_request + 1) * layout.page_bytes) / 2**30
+        raise ConfigError(
+            f"KV memory of {max(budget, 0) / 2**30:.2f} GiB cannot hold one request of max_model_len={args.max_model_len} "
+            f"beside {num_slots} state slots ({needed:.2f} GiB); lower max_model_len or max_num_seqs"
+        )
+    return min(affordable, args.max_num_seqs * per_request + 1)
+
+
+def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
+    """Read a model and build its worker.
+
+    Raises:
+        ConfigError: settings, files or memory do not allow it.
+    """
+    model_dir = model_directory(args.model, progress=progress)
+    config = load_config(model_dir)
+    tokenizer = Tokenizer.from_dir(Path(args.tokenizer).expanduser() if args.tokenizer else model_dir)
+    if args.max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={args.max_model_len} exceeds the model's {config.max_position_embeddings} positions; lower it"
+        )
+    compression = tokenizer.compression_map()
+    num_classes = int(compression.max()) + 1
+    if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json promises "
+            f"{config.vocab_size} in {config.engram_compressed_vocab_size}; use the tokenizer.json that came with the checkpoint"
+        )
+    if tokenizer.special(IMAGE) != config.image_token_id:
+        raise CheckpointError(
+            f"the tokenizer's image placeholder has id {tokenizer.special(IMAGE)}, config.json says {config.image_token_id}; "
+            "use the tokenizer.json that came with the checkpoint"
+        )
+    bind(REFERENCE)
+    device = _pick_device(args.device)
+    if args.load_format == "dummy":
+        tensors = dict(random_tensors(config, args.seed))
+    else:
+        tensors = read_checkpoint(model_dir, config, progress=progress)
+    model = Flash(config, tensors, torch.from_numpy(compression), device=device)
+    tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
+    layout = KVLayout(config, page_tokens=args.tokens_per_block)
+    num_slots = args.max_num_seqs + 1
+    num_pages = _num_pages(args, layout, num_slots, device)
+    worker = Worker(config, model, tower, layout, num_pages=num_pages, num_slots=num_slots)
+    return Loaded(config=config, tokenizer=tokenizer, worker=worker)

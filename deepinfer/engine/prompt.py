@@ -1,0 +1,85 @@
+"""What a caller gives -> token ids and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepinfer.config import ModelConfig
+from deepinfer.errors import RequestError
+from deepinfer.executor.worker import Picture
+from deepinfer.images import load_image, plan_image, prepare_pixels
+from deepinfer.tokenizer import IMAGE, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt ready for the engine.
+
+    Attributes:
+        token_ids: every image placeholder expanded to its span.
+        pictures: in the order of the spans.
+    """
+
+    token_ids: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
+
+
+def text_ids(text: str, tokenizer: Tokenizer, *, with_images: bool) -> list[int]:
+    """Ids of a text prompt, begin token first; ``with_images`` makes the placeholder's spelling a placeholder."""
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt of type {type(text).__name__} was given; prompts are strings, ids go to prompt_token_ids")
+    ids = [tokenizer.bos_id]
+    for number, part in enumerate(text.split(IMAGE) if with_images else [text]):
+        if number:
+            ids.append(tokenizer.special(IMAGE))
+        ids += tokenizer.encode(part)
+    return ids
+
+
+def checked_ids(given: Iterable[Any], config: ModelConfig) -> list[int]:
+    """Token ids as plain integers, each inside the vocabulary."""
+    if isinstance(given, str | bytes):
+        raise RequestError("token ids were given as text; text goes to prompts")
+    ids = []
+    for position, each in enumerate(given):
+        if isinstance(each, bool) or not isinstance(each, int | np.integer):
+            raise RequestError(f"token id {each!r} at position {position} is not a whole number; give ids as integers")
+        if not 0 <= each < config.vocab_size:
+            raise RequestError(
+                f"token id {each} at position {position} is outside the vocabulary of {config.vocab_size}; send ids below that"
+            )
+        ids.append(int(each))
+    return ids
+
+
+def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: ModelConfig) -> Prompt:
+    """Expand image placeholders and prepare the pixels.
+
+    Args:
+        token_ids: one placeholder an image.
+        images: encoded files, in the order of the placeholders.
+    """
+    placeholders = sum(each == config.image_token_id for each in token_ids)
+    if placeholders != len(images):
+        raise RequestError(
+            f"the prompt has {placeholders} image placeholder(s) and {len(images)} image(s) came with it; give equally many"
+        )
+    if not images:
+        return Prompt(token_ids=tuple(token_ids))
+    if config.vision is None:
+        raise RequestError("this model cannot take images; send text only")
+    pictures, ids = [], []
+    remaining = iter(images)
+    for each in token_ids:
+        if each != config.image_token_id:
+            ids.append(each)
+            continue
+        image = load_image(next(remaining))
+        plan = plan_image(*image.size, config.vision)
+        pictures.append(Picture(plan=plan, pixels=prepare_pixels(image, plan)))
+        ids += [config.image_token_id] * plan.span_tokens
+    return Prompt(token_ids=tuple(ids), pictures=tuple(pictures))

@@ -1,0 +1,1 @@
+"""Makes a plan happen on the devices."""

@@ -1,0 +1,1 @@
+"""The network, readable top to bottom; start at flash.py."""

@@ -1,0 +1,182 @@
+"""One layer's attention: window keys, compressed store, indexer, and the projections around them.
+
+A layer of kind *full* writes a store and chooses entries, *reindex* chooses again in the store it reads, *reuse* takes both from
+the layers below, *window* has neither.  What travels upwards within a step is a :class:`Choice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import ModelConfig
+from deepinfer.kv.cache import KVCache
+from deepinfer.model.inputs import StepInputs
+from deepinfer.model.parameters import Parameters
+from deepinfer.ops import attention as ops
+from deepinfer.ops.norm import Rotation, qkv_norm
+from deepinfer.ops.quant import linear_fp8, linear_fp8_grouped, round_mxfp8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotations:
+    """Rotations of a step's positions.
+
+    Attributes:
+        plain: for window-only layers.
+        scaled: for layers with compressed keys.
+        entries: compress ratio -> at the first position of each token's entry.
+    """
+
+    plain: Rotation
+    scaled: Rotation
+    entries: dict[int, Rotation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a choosing layer hands to the layers above it.
+
+    Attributes:
+        rows: [num_tokens, index_topk] int64 step rows of chosen entries.
+        blocks: [num_tokens, candidate_topk_blocks] int64 candidate blocks, once the candidate layer has run.
+    """
+
+    rows: Tensor
+    blocks: Tensor | None = None
+
+
+class Compressor:
+    """Writes a layer's store: one main record and one index key per group of ``ratio`` tokens."""
+
+    def __init__(self, parameters: Parameters, prefix: str, layer: int, config: ModelConfig) -> None:
+        """Weights ``{prefix}.compressor.*`` and the key side of ``{prefix}.indexer.*``."""
+        self.layer = layer
+        self.ratio = config.ratio(layer)
+        self.dtype = parameters.dtype
+        projections = [parameters.wide(f"{prefix}.compressor.wkv.weight")]
+        if self.ratio > 1:
+            projections.append(parameters.wide(f"{prefix}.compressor.wgate.weight"))
+        self.weights = ops.CompressorWeights(
+            kv=torch.cat(projections),
+            norm=parameters.wide(f"{prefix}.compressor.norm.weight"),
+            index_key=parameters.wide(f"{prefix}.indexer.wk.weight"),
+            index_norm=parameters.wide(f"{prefix}.indexer.k_norm.weight"),
+            ratio=self.ratio,
+            eps=config.rms_norm_eps,
+        )
+
+    def __call__(self, x: Tensor, inputs: StepInputs, cache: KVCache, rotations: Rotations) -> None:
+        """Compress x [num_tokens, hidden] and store every entry that this step completes."""
+        raw = ops.compress_project(x, self.weights)
+        previous = None
+        if self.ratio > 1:
+            # The older half of a pair is the row before, or, for a request's first row, the state that an earlier step left.
+            ring = cache.compressor(self.layer)
+            before = (inputs.positions - 1) % ring.shape[1]
+            is_first = (inputs.positions == inputs.starts[inputs.requests]).unsqueeze(1)
+            previous = torch.where(is_first, ring[inputs.slots[inputs.requests], before], raw.roll(1, 0))
+            kept = inputs.compressor_rows
+            ring[inputs.slots[inputs.requests[kept]], inputs.positions[kept] % ring.shape[1]] = raw[kept]
+        main, index = ops.compress(raw, previous, self.weights, rotations.entries[self.ratio], self.dtype)
+        where = inputs.store_rows[self.ratio]
+        cache.main(self.layer)[where.pages, where.entries] = main
+        store = cache.index(self.layer)
+        split = store.values.shape[2]
+        store.values[where.pages, where.entries] = index[:, :split]
+        store.scales[where.pages, where.entries] = index[:, split:]
+
+
+class Indexer:
+    """Chooses entries of the store that the layer reads."""
+
+    def __init__(self, parameters: Parameters, prefix: str, layer: int, config: ModelConfig) -> None:
+        """Weights of the query side of ``{prefix}.indexer.*``."""
+        self.config = config
+        self.source = config.kv_source(layer)
+        self.is_candidate_source = layer == config.candidate_source_layer_id
+        self.is_within = layer > config.candidate_source_layer_id
+        self.wq_b = parameters.fp8(f"{prefix}.indexer.wq_b")
+        self.weights_proj = parameters.wide(f"{prefix}.indexer.weights_proj.weight")
+
+    def __call__(
+        self, q_latent8: Tensor, x: Tensor, inputs: StepInputs, cache: KVCache, rotation: Rotation, below: Choice | None
+    ) -> Choice:
+        """Choose for every token; ``below`` brings the candidate blocks to layers above the candidate layer."""
+        config = self.config
+        q, head_weights = ops.index_query(q_latent8, x, self.wq_b, self.weights_proj, rotation)
+        store = cache.index(self.source)
+        where = (store, inputs.page_ids, inputs.spans, config.index_topk)
+        if self.is_candidate_source:
+            rows, blocks = ops.index_blocks(q, head_weights, *where, config.candidate_topk_blocks, config.candidate_block_size)
+            return Choice(rows=rows, blocks=blocks)
+        if self.is_within:
+            candidates = below.blocks if below is not None else None
+            assert candidates is not None, "the candidate layer ran below"
+            rows = ops.index_topk_within(q, head_weights, *where, candidates, config.candidate_block_size)
+            return Choice(rows=rows, blocks=candidates)
+        return Choice(rows=ops.index_topk(q, head_weights, *where))
+
+
+class Attention:
+    """Attention of one layer."""
+
+    def __init__(self, parameters: Parameters, prefix: str, layer: int, config: ModelConfig) -> None:
+        """Weights ``{prefix}.*`` (``layers.N.attn``)."""
+        self.config = config
+        self.layer = layer
+        self.has_store = config.ratio(layer) > 0
+        self.wqkv = parameters.fp8(f"{prefix}.wq_a", f"{prefix}.wkv")
+        self.q_norm = parameters.wide(f"{prefix}.q_norm.weight")
+        self.kv_norm = parameters.wide(f"{prefix}.kv_norm.weight")
+        self.wq_b = parameters.fp8(f"{prefix}.wq_b")
+        self.sinks = parameters.wide(f"{prefix}.attn_sink")
+        self.wo_a = parameters.fp8(f"{prefix}.wo_a")
+        self.wo_b = parameters.fp8(f"{prefix}.wo_b")
+        kind = config.kind(layer)
+        self.compressor = Compressor(parameters, prefix, layer, config) if kind == "full" else None
+        self.indexer = Indexer(parameters, prefix, layer, config) if kind in ("full", "reindex") else None
+
+    def __call__(
+        self, x: Tensor, x8: Tensor, inputs: StepInputs, cache: KVCache, rotations: Rotations, below: Choice | None
+    ) -> tuple[Tensor, Choice | None]:
+        """Attend.
+
+        Args:
+            x: [num_tokens, hidden] normed input; x8 the same on the MXFP8 grid.
+            below: choice of the nearest choosing layer below.
+
+        Returns:
+            y: [num_tokens, hidden].
+            choice: what the next layer up gets as ``below``.
+        """
+        config = self.config
+        rotation = rotations.scaled if self.has_store else rotations.plain
+        q_latent8, records = qkv_norm(linear_fp8(x8, self.wqkv), self.q_norm, self.kv_norm, rotation, config.rms_norm_eps)
+        choice = below
+        if self.compressor is not None:  # before the indexer: a token may choose the entry it completes
+            self.compressor(x, inputs, cache, rotations)
+        if self.indexer is not None:
+            choice = self.indexer(q_latent8, x, inputs, cache, rotation, below)
+        store = rows = None
+        if self.has_store:
+            assert choice is not None, "a choosing layer ran at or below"
+            store, rows = cache.main(config.kv_source(self.layer)), choice.rows
+        q = linear_fp8(q_latent8, self.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
+        window = self._window(records, inputs, cache)
+        out = ops.sparse_attention(q, rotation, self.sinks, window, inputs.window_rows, store, inputs.page_ids, rows)
+        z = linear_fp8_grouped(out.unflatten(1, (config.o_groups, -1)).flatten(2), self.wo_a)
+        return linear_fp8(round_mxfp8(z), self.wo_b), choice
+
+    def _window(self, records: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Earlier window records of each request, then the step's own [num_tokens, bytes]; stores what later steps need.
+
+        Earlier records are read before this step's are written: a long chunk overwrites the ring that its first tokens look at.
+        """
+        ring = cache.window(self.layer)
+        earlier = ring[inputs.slots.unsqueeze(1), inputs.earlier_positions % ring.shape[1]]
+        kept = inputs.ring_rows
+        ring[inputs.slots[inputs.requests[kept]], inputs.positions[kept] % ring.shape[1]] = records[kept]
+        return torch.cat([earlier.flatten(0, 1), records])

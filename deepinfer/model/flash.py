@@ -1,0 +1,133 @@
+"""START HERE: DeepSeek-V4.1-Flash from embedding to logits.
+
+Forty blocks (``full``), each attention then experts, tied into four residual streams by hyper-connections.  The lower half is the
+encoder: its layers compress the context at ratio 2.  The first decoder layer writes the ratio-1 store that all decoder layers
+read.  Engram adds looked-up n-gram values to the streams before two encoder layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import ModelConfig
+from deepinfer.kv.cache import KVCache
+from deepinfer.model.attention import Attention, Choice, Rotations
+from deepinfer.model.engram import Engram, History
+from deepinfer.model.inputs import StepInputs
+from deepinfer.model.moe import MoE
+from deepinfer.model.parameters import Parameters
+from deepinfer.ops import norm as ops
+from deepinfer.ops.sampling import logits
+
+
+class Block:
+    """One layer's weights."""
+
+    def __init__(self, parameters: Parameters, layer: int, pad_class: int, config: ModelConfig) -> None:
+        """Weights ``layers.{layer}.*``."""
+        prefix = f"layers.{layer}"
+        has_engram = layer in config.engram_layer_ids
+        self.engram = Engram(parameters, f"{prefix}.engram", layer, pad_class, config) if has_engram else None
+        self.attention_hyper = parameters.hyper(prefix, "attn", config)
+        self.attention = Attention(parameters, f"{prefix}.attn", layer, config)
+        self.ffn_hyper = parameters.hyper(prefix, "ffn", config)
+        self.ffn = MoE(parameters, f"{prefix}.ffn", config)
+
+
+class Flash:
+    """The network.  Holds weights only; all state is in the :class:`KVCache` that a call is given.
+
+    Attributes:
+        config: its shape.
+        device, dtype: of activations.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        compression: Tensor,
+        *,
+        device: torch.device,
+        exact: bool = False,
+    ) -> None:
+        """Take the weights out of a checkpoint.
+
+        Args:
+            tensors: checkpoint name -> tensor as stored; names of the drafter and the vision tower are left alone.
+            compression: [vocab_size] integer map from token ids to Engram's compressed ids.
+            exact: compute in fp64 without rounding (golden values) instead of bf16 with fp32 sums.
+        """
+        parameters = Parameters(tensors=tensors, device=device, exact=exact)
+        self.config = config
+        self.device = device
+        self.dtype = parameters.dtype
+        self.embedding = parameters.activation("embed.weight")
+        compression = compression.to(device, torch.int64)
+        pad_class = int(compression[config.engram_pad_token_id])
+        self.history = History(compression, config)
+        self.blocks = [Block(parameters, layer, pad_class, config) for layer in range(config.num_hidden_layers)]
+        self.norm = parameters.wide("norm.weight")
+        self.head = parameters.wide("head.weight")
+        wide, rope_dim = parameters.wide_dtype, config.qk_rope_head_dim
+        self._plain = ops.rope_frequencies(rope_dim, config.rope_theta, None).to(device, wide)
+        self._scaled = ops.rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device, wide)
+        self._identity = torch.eye(config.hc_mult, dtype=wide, device=device)
+        self.taken = parameters.taken
+
+    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Run one step.
+
+        Args:
+            inputs: of the step.
+            cache: read, and extended by the step's tokens.
+
+        Returns:
+            [num_logits, vocab_size] fp32 (fp64 in the exact regime), rows as in ``inputs.logit_rows``.
+        """
+        config = self.config
+        embedded = self.embedding[inputs.token_ids]
+        if inputs.image_rows is not None and inputs.image_embeddings is not None:
+            embedded[inputs.image_rows] = inputs.image_embeddings.to(embedded.dtype)
+        streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
+        rotations = self._rotations(inputs)
+        history = self.history(inputs, cache)
+
+        # Between sublayers the output of the last one (delta) is not written back yet; the next pass over the streams does it and
+        # collapses them with the same mix.  In front of the first there is nothing to write and copy 0 to take.
+        delta, mix = torch.zeros_like(embedded), self._nothing_pending(embedded.shape[0])
+        choice: Choice | None = None
+        for block in self.blocks:
+            hyper = block.attention_hyper
+            if block.engram is None:
+                streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
+            else:
+                streams = block.engram(history, ops.mhc_post(streams, delta, mix), inputs.is_image)
+                collapsed, raw, square_sum = ops.mhc_pre(streams, mix.pre, hyper.fn)
+            mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
+            delta, choice = block.attention(x, x8, inputs, cache, rotations, choice)
+
+            hyper = block.ffn_hyper
+            streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
+            mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
+            delta = block.ffn(x, x8, inputs.is_image)
+
+        rows = inputs.logit_rows
+        last = ops.Mix(pre=mix.pre[rows], post=mix.post[rows], comb=mix.comb[rows])
+        streams = ops.mhc_post(streams[rows], delta[rows], last)
+        return logits(ops.final_norm(streams, last.pre, self.norm, config.rms_norm_eps), self.head)
+
+    def _nothing_pending(self, num_tokens: int) -> ops.Mix:
+        """A mix that leaves the streams as they are and collapses to copy 0."""
+        comb = self._identity.expand(num_tokens, -1, -1)
+        return ops.Mix(pre=comb[:, 0], post=torch.zeros_like(comb[:, 0]), comb=comb)
+
+    def _rotations(self, inputs: StepInputs) -> Rotations:
+        return Rotations(
+            plain=ops.Rotation.at(inputs.positions, self._plain),
+            scaled=ops.Rotation.at(inputs.positions, self._scaled),
+            entries={ratio: ops.Rotation.at(rows.first_positions, self._scaled) for ratio, rows in inputs.store_rows.items()},
+        )

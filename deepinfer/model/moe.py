@@ -1,0 +1,42 @@
+"""Mixture of experts of one layer: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.config import ModelConfig
+from deepinfer.model.parameters import Parameters
+from deepinfer.ops import moe as ops
+
+
+class MoE:
+    """Feed-forward half of a layer."""
+
+    def __init__(self, parameters: Parameters, prefix: str, config: ModelConfig) -> None:
+        """Weights ``{prefix}.*`` (``layers.N.ffn``)."""
+        self.config = config
+        self.gate = parameters.wide(f"{prefix}.gate.weight")
+        self.bias = parameters.wide(f"{prefix}.gate.bias")
+        self.bias_image = parameters.wide(f"{prefix}.gate.bias_vl")
+        self.w13 = parameters.experts(f"{prefix}.experts", ("w1", "w3"), config.n_routed_experts)
+        self.w2 = parameters.experts(f"{prefix}.experts", ("w2",), config.n_routed_experts)
+        self.shared_w13 = parameters.fp8(f"{prefix}.shared_experts.w1", f"{prefix}.shared_experts.w3")
+        self.shared_w2 = parameters.fp8(f"{prefix}.shared_experts.w2")
+
+    def __call__(self, x: Tensor, x8: Tensor, is_image: Tensor) -> Tensor:
+        """Route and compute.
+
+        Args:
+            x: [num_tokens, hidden] normed input; x8 the same on the MXFP8 grid.
+            is_image: [num_tokens] bool.
+
+        Returns:
+            [num_tokens, hidden].
+        """
+        config = self.config
+        expert_ids, expert_weights = ops.route(
+            x, self.gate, self.bias, self.bias_image, is_image, config.num_experts_per_tok, config.routed_scaling_factor
+        )
+        picks = ops.plan(expert_ids, config.n_routed_experts)
+        parts = ops.experts(x8, expert_weights, picks, self.w13, self.w2, config.swiglu_limit)
+        return ops.combine(parts, ops.shared_expert(x8, self.shared_w13, self.shared_w2, config.swiglu_limit))

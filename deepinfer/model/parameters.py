@@ -1,0 +1,85 @@
+"""From checkpoint tensors to what the operators take: upcast, packed, on the device, each tensor used once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import ModelConfig
+from deepinfer.ops import quant
+from deepinfer.ops.norm import HyperWeights
+from deepinfer.ops.quant import PackedWeight
+
+
+@dataclass(kw_only=True)
+class Parameters:
+    """Hands out a checkpoint's tensors.
+
+    Attributes:
+        tensors: checkpoint name -> tensor as stored.
+        device: where the model runs.
+        exact: the fp64 regime of golden values instead of bf16 activations with fp32 sums.
+        taken: names handed out so far.
+    """
+
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    exact: bool = False
+    taken: set[str] = field(default_factory=set)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.float64 if self.exact else torch.bfloat16
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of sums, statistics and unquantised weights."""
+        return torch.float64 if self.exact else torch.float32
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        """Of dequantised weights."""
+        return torch.float64 if self.exact else quant.gemm_dtype(self.device)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as stored, on the device."""
+        assert name not in self.taken, f"{name} is used twice"
+        self.taken.add(name)
+        return self.tensors[name].to(self.device)
+
+    def wide(self, name: str) -> Tensor:
+        """An unquantised tensor, upcast."""
+        return self.stored(name).to(self.wide_dtype)
+
+    def activation(self, name: str) -> Tensor:
+        """An unquantised tensor in the dtype of activations."""
+        return self.stored(name).to(self.dtype)
+
+    def fp8(self, *names: str) -> PackedWeight:
+        """FP8 matrices, stacked along their outputs; all but the last have a multiple of 32 outputs."""
+        codes = torch.cat([self.stored(f"{name}.weight").view(torch.uint8) for name in names]).view(torch.float8_e4m3fn)
+        scale = torch.cat([self.stored(f"{name}.scale") for name in names])
+        return quant.repack_fp8(codes, scale, self.gemm_dtype)
+
+    def experts(self, prefix: str, matrices: tuple[str, ...], num_experts: int) -> PackedWeight:
+        """MXFP4 matrices of all experts: [num_experts, sum of outputs, inputs]."""
+        names = [[f"{prefix}.{expert}.{matrix}" for matrix in matrices] for expert in range(num_experts)]
+        codes = torch.stack([torch.cat([self.stored(f"{name}.weight") for name in each]) for each in names])
+        scale = torch.stack([torch.cat([self.stored(f"{name}.scale") for name in each]) for each in names])
+        return quant.repack_fp4(codes, scale, self.gemm_dtype)
+
+    def hyper(self, prefix: str, sublayer: str, config: ModelConfig) -> HyperWeights:
+        """Hyper-connection weights and norm of ``sublayer`` (``attn`` or ``ffn``) of the block ``prefix``."""
+        return HyperWeights(
+            fn=self.wide(f"{prefix}.hc_{sublayer}_fn"),
+            base=self.wide(f"{prefix}.hc_{sublayer}_base"),
+            scale=self.wide(f"{prefix}.hc_{sublayer}_scale"),
+            norm=self.wide(f"{prefix}.{sublayer}_norm.weight"),
+            num_rounds=config.hc_sinkhorn_iters,
+            eps=config.hc_eps,
+            rms_eps=config.rms_norm_eps,
+        )

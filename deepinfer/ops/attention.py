@@ -1,0 +1,416 @@
+"""Attention over two sources of keys: a sliding window of records, and compressed entries that an indexer picks.
+
+Compressed entries of a step are addressed by *step rows*: the pages of all requests of the step stand one behind the other in
+``page_ids``; entry e of a request whose first page stands at f is row f * page_entries + e.  A list of rows is ascending and
+padded with -1.
+
+Source: model report, attention section; ``sliding_window``, ``compress_ratios``, ``index_topk``, ``candidate_*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.norm import Rotation, rotate
+from deepinfer.ops.op import op
+from deepinfer.ops.quant import (
+    PackedWeight,
+    accumulation_dtype,
+    decode_index,
+    decode_main,
+    decode_window,
+    encode_index,
+    encode_main,
+    linear_bf16,
+    linear_fp8,
+    rms_norm,
+    round_mxfp4,
+)
+
+_GATHER_BYTES = 8 << 20
+"""Keys gathered at a time in :func:`sparse_attention`: what stays in a CPU's last-level cache."""
+_SCORE_ROWS = 64
+_SCORE_KEYS = 64
+"""Shape of every index score product: query rows (token, head) and keys; fixed, for batch invariance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Where one request stands in a step; plain host numbers.
+
+    Attributes:
+        first_row, num_rows: its tokens in the step.
+        start: position of the first of them.
+        first_page, num_pages: its pages in ``page_ids``.
+    """
+
+    first_row: int
+    num_rows: int
+    start: int
+    first_page: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexStore:
+    """Views of one layer's index keys in the page pool: all values of a page, then all its scales.
+
+    Attributes:
+        values: [num_pages, page_entries, value_bytes] uint8.
+        scales: [num_pages, page_entries, scale_bytes] uint8.
+        ratio: tokens an entry stands for.
+        head_dim: width of a key.
+    """
+
+    values: Tensor
+    scales: Tensor
+    ratio: int
+    head_dim: int
+
+
+# -------------------------------------------------------------------------------------------------------------------- compressor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorWeights:
+    """Weights of a layer that owns a store, all in the accumulation dtype.
+
+    Attributes:
+        kv: [head_dim, hidden] at ratio 1, [2 * head_dim, hidden] (values, then gates) at ratio 2.
+        norm: [head_dim].
+        index_key: [index_head_dim, head_dim].
+        index_norm: [index_head_dim].
+        ratio: 1 or 2.
+        eps: of both norms.
+    """
+
+    kv: Tensor
+    norm: Tensor
+    index_key: Tensor
+    index_norm: Tensor
+    ratio: int
+    eps: float
+
+
+@op(tolerance=1e-5)
+def compress_project(x: Tensor, weights: CompressorWeights) -> Tensor:
+    """What each token brings to its entry: [num_tokens, head_dim or 2 * head_dim] in the accumulation dtype.
+
+    Args:
+        x: [num_tokens, hidden], the attention input.
+    """
+    return linear_bf16(x, weights.kv)
+
+
+@op(tolerance=1e-2)
+def compress(
+    raw: Tensor, previous: Tensor | None, weights: CompressorWeights, rotation: Rotation, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Make the entry that each token completes; rows of tokens that complete none are meaningless and must be dropped.
+
+    Args:
+        raw: [num_tokens, head_dim or 2 * head_dim] of :func:`compress_project`.
+        previous: the same of the token before, at ratio 2.
+        rotation: at the first position of each token's entry.
+        dtype: of the activations (bf16 or fp64).
+
+    Returns:
+        main: [num_tokens, main record bytes] uint8.
+        index: [num_tokens, index record bytes] uint8.
+
+    Source: ratio 2 pools two tokens by a softmax per dim over their gates, no positional term; index keys are projected from the
+    unrotated latent.
+    """
+    if previous is None:
+        pooled = raw
+    else:
+        value, gate = raw.chunk(2, dim=-1)
+        older_value, older_gate = previous.chunk(2, dim=-1)
+        largest = torch.maximum(gate, older_gate)
+        older_share, share = torch.exp(older_gate - largest), torch.exp(gate - largest)
+        pooled = (older_share * older_value + share * value) / (older_share + share)
+    latent = rms_norm(pooled.to(dtype), weights.norm, weights.eps)
+    key = rms_norm(linear_bf16(latent, weights.index_key).to(dtype), weights.index_norm, weights.eps)
+    return encode_main(rotate(latent, rotation)), encode_index(rotate(key, rotation))
+
+
+# ----------------------------------------------------------------------------------------------------------------------- indexer
+
+
+@op(tolerance=1e-2)
+def index_query(
+    q_latent8: Tensor, x: Tensor, wq_b: PackedWeight, weights_proj: Tensor, rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """Index queries and head weights.
+
+    Args:
+        q_latent8: [num_tokens, q_lora_rank] on the MXFP8 grid.
+        x: [num_tokens, hidden], the attention input.
+        wq_b: [index_n_heads * index_head_dim, q_lora_rank].
+        weights_proj: [index_n_heads, hidden] wide.
+        rotation: at the tokens' positions.
+
+    Returns:
+        q: [num_tokens, index_n_heads, index_head_dim] on the MXFP4 grid, in x's dtype.
+        head_weights: [num_tokens, index_n_heads] wide, the softmax scale folded in.
+    """
+    num_heads = weights_proj.shape[0]
+    q = linear_fp8(q_latent8, wq_b).unflatten(1, (num_heads, -1))
+    head_weights = linear_bf16(x, weights_proj).to(x.dtype).to(weights_proj.dtype)
+    return round_mxfp4(rotate(q, rotation)), head_weights * (q.shape[-1] * num_heads) ** -0.5
+
+
+def _span_scores(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> Tensor:
+    """Scores of one request's tokens against its entries, -inf where an entry is not visible yet.
+
+    Returns:
+        [num_rows, num_entries] in the accumulation dtype; num_entries covers all that the last token sees.
+    """
+    num_heads, head_dim = q.shape[1:]
+    wide = head_weights.dtype
+    num_entries = (span.start + span.num_rows) // store.ratio
+    page_entries = store.values.shape[1]
+    pages = page_ids[span.first_page : span.first_page + -(-num_entries // page_entries)]
+    records = torch.cat([store.values[pages], store.scales[pages]], dim=-1).flatten(0, 1)[:num_entries]
+    keys = decode_index(records, store.head_dim, wide)
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, -num_entries % _SCORE_KEYS))
+    key_tiles = keys.unflatten(0, (-1, _SCORE_KEYS)).transpose(1, 2)
+
+    tile_tokens = max(1, _SCORE_ROWS // num_heads)
+    scores = torch.full((span.num_rows, num_entries), -torch.inf, dtype=wide, device=q.device)
+    for first in range(0, span.num_rows, tile_tokens):
+        count = min(tile_tokens, span.num_rows - first)
+        seen = (span.start + first + count) // store.ratio
+        if seen == 0:
+            continue
+        rows = slice(span.first_row + first, span.first_row + first + count)
+        missing = tile_tokens - count
+        tile = torch.nn.functional.pad(q[rows].to(wide), (0, 0, 0, 0, 0, missing))
+        tile_weights = torch.nn.functional.pad(head_weights[rows], (0, 0, 0, missing)).t().unsqueeze(-1)
+        by_head = tile.transpose(0, 1).reshape(1, num_heads * tile_tokens, head_dim)
+        tiles = -(-seen // _SCORE_KEYS)
+        dots = torch.bmm(by_head.expand(tiles, -1, -1), key_tiles[:tiles]).clamp_min_(0)
+        dots = dots.unflatten(1, (num_heads, tile_tokens))
+        total = dots[:, 0] * tile_weights[0]
+        for head in range(1, num_heads):
+            total += dots[:, head] * tile_weights[head]
+        scores[first : first + count, :seen] = total.transpose(0, 1).flatten(1)[:count, :seen]
+    positions = torch.arange(span.start, span.start + span.num_rows, device=q.device)
+    visible = (positions + 1) // store.ratio
+    return scores.masked_fill_(torch.arange(num_entries, device=q.device) >= visible.unsqueeze(1), -torch.inf)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Columns of the ``count`` highest scores of each row: ascending, -1 padded; equal scores by lower column; never -inf.
+
+    Args:
+        scores: [num_rows, num_columns].
+
+    Returns:
+        [num_rows, count] int64.
+    """
+    num_rows, num_columns = scores.shape
+    finite = scores > -torch.inf
+    if num_columns <= count:
+        chosen = finite
+    else:
+        last = torch.topk(scores, count, dim=1).values[:, -1:]
+        above = scores > last
+        level = (scores == last) & finite
+        room = count - above.sum(1, keepdim=True, dtype=torch.int32)
+        chosen = above | (level & (level.cumsum(1, dtype=torch.int32) <= room))
+    slot = torch.where(chosen, chosen.cumsum(1, dtype=torch.int32) - 1, count).long()
+    columns = torch.arange(num_columns, device=scores.device).expand(num_rows, -1)
+    return torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
+
+
+def _per_span(spans: tuple[Span, ...], rows: Iterator[Tensor], page_entries: int) -> Tensor:
+    """Stack per-request entry numbers into step rows [num_tokens, count]."""
+    shifted = [
+        torch.where(entries >= 0, entries + span.first_page * page_entries, -1) for span, entries in zip(spans, rows, strict=True)
+    ]
+    return torch.cat(shifted)
+
+
+@op(tolerance=0.0)
+def index_topk(
+    q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: tuple[Span, ...], top_k: int
+) -> Tensor:
+    """Choose each token's entries: the ``top_k`` of highest score among those it may see.
+
+    score(t, j) = sum over heads of weight * max(0, q . key), for entries j < (position + 1) // ratio.
+
+    Args:
+        q: [num_tokens, index_n_heads, index_head_dim] on the MXFP4 grid.
+        head_weights: [num_tokens, index_n_heads] wide.
+        store: index keys, this step's included.
+        page_ids: [num_step_pages] int64.
+        spans: the step's requests, in order.
+        top_k: entries per token.
+
+    Returns:
+        [num_tokens, top_k] int64 step rows.
+
+    Tolerance: exact given the scores; a backend may differ only among scores closer than its own rounding.
+    """
+    chosen = (_best(_span_scores(q, head_weights, store, page_ids, span), top_k) for span in spans)
+    return _per_span(spans, chosen, store.values.shape[1])
+
+
+@op(tolerance=0.0)
+def index_blocks(
+    q: Tensor,
+    head_weights: Tensor,
+    store: IndexStore,
+    page_ids: Tensor,
+    spans: tuple[Span, ...],
+    top_k: int,
+    top_blocks: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """:func:`index_topk`, and from the same scores the candidate blocks that later layers choose within.
+
+    A block's score is the best of its visible entries; the block of the newest visible entry is always among the best.
+
+    Args:
+        top_blocks: candidate blocks per token.
+        block_size: consecutive entries a block.
+
+    Returns:
+        rows: [num_tokens, top_k] int64 step rows.
+        blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, -1 padded.
+    """
+    rows, blocks = [], []
+    for span in spans:
+        scores = _span_scores(q, head_weights, store, page_ids, span)
+        rows.append(_best(scores, top_k))
+        padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % block_size), value=-torch.inf)
+        block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
+        positions = torch.arange(span.start, span.start + span.num_rows, device=q.device)
+        visible = (positions + 1) // store.ratio
+        newest = ((visible - 1) // block_size).unsqueeze(1)
+        is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
+        blocks.append(_best(block_scores.masked_fill(is_newest, torch.inf), top_blocks))
+    return _per_span(spans, iter(rows), store.values.shape[1]), torch.cat(blocks)
+
+
+@op(tolerance=0.0)
+def index_topk_within(
+    q: Tensor,
+    head_weights: Tensor,
+    store: IndexStore,
+    page_ids: Tensor,
+    spans: tuple[Span, ...],
+    top_k: int,
+    blocks: Tensor,
+    block_size: int,
+) -> Tensor:
+    """:func:`index_topk` among the entries of each token's candidate blocks.
+
+    Args:
+        blocks: [num_tokens, top_blocks] int64 of :func:`index_blocks`, for the same tokens.
+
+    Returns:
+        [num_tokens, top_k] int64 step rows.
+    """
+    rows = []
+    for span in spans:
+        scores = _span_scores(q, head_weights, store, page_ids, span)
+        num_blocks = -(-scores.shape[1] // block_size)
+        own = blocks[span.first_row : span.first_row + span.num_rows]
+        allowed = torch.zeros(span.num_rows, num_blocks + 1, dtype=torch.bool, device=q.device)
+        allowed.scatter_(1, torch.where(own >= 0, own, num_blocks), True)
+        entries = allowed[:, :num_blocks].repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+        rows.append(_best(scores.masked_fill_(~entries, -torch.inf), top_k))
+    return _per_span(spans, iter(rows), store.values.shape[1])
+
+
+# --------------------------------------------------------------------------------------------------------------------- attention
+
+
+def _key_table(
+    window: Tensor,
+    window_rows: Tensor,
+    store: Tensor | None,
+    page_ids: Tensor,
+    entry_rows: Tensor | None,
+    head_dim: int,
+    wide: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Every key that a step may read, decoded, and each token's rows in it.
+
+    The last row is zero: list padding (-1) lands there, so that a masked key is a finite zero whatever the caches hold.
+
+    Returns:
+        table: [num_keys + 1, head_dim] wide.
+        rows: [num_tokens, num_window_rows (+ top_k)] int64.
+    """
+    parts = [decode_window(window, head_dim, wide)]
+    rows = window_rows
+    if store is not None and entry_rows is not None:
+        page_entries = store.shape[1]
+        if page_ids.shape[0] * page_entries <= entry_rows.numel():
+            parts.append(decode_main(store[page_ids].flatten(0, 1), head_dim, wide))
+            table_rows = entry_rows
+        else:  # long contexts: decode what is read instead of all there is
+            flat = entry_rows.flatten().clamp_min(0)
+            parts.append(decode_main(store[page_ids[flat // page_entries], flat % page_entries], head_dim, wide))
+            table_rows = torch.arange(flat.shape[0], device=flat.device).view_as(entry_rows)
+        shifted = torch.where(entry_rows >= 0, table_rows + window.shape[0], -1)
+        rows = torch.cat([window_rows, shifted], dim=1)
+    parts.append(parts[0].new_zeros(1, head_dim))
+    return torch.cat(parts), rows
+
+
+@op(tolerance=1e-2)
+def sparse_attention(
+    q: Tensor,
+    rotation: Rotation,
+    sinks: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    store: Tensor | None,
+    page_ids: Tensor,
+    entry_rows: Tensor | None,
+) -> Tensor:
+    """Attention of each token's heads over its window and its chosen entries, joined in one softmax.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] bf16 or fp64, not rotated yet.
+        rotation: at the tokens' positions.
+        sinks: [num_heads] wide; a logit that only enlarges the denominator.
+        window: [num_window_keys, window record bytes] uint8.
+        window_rows: [num_tokens, sliding_window] int64 into ``window``, ascending positions, -1 where there is none.
+        store: [num_pages, page_entries, main record bytes] uint8, or None in window-only layers.
+        page_ids: [num_step_pages] int64.
+        entry_rows: [num_tokens, top_k] int64 step rows, or None.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in q's dtype, rotated back at the tokens' positions.
+
+    Source: scale head_dim^-0.5; a key is its own value, so values carry rotated dims and the output is rotated back;
+    probabilities are rounded to the activations' dtype for the product with the values, their sum is not.
+    Tolerance: bf16 rounding of probabilities and result.
+    """
+    num_tokens, _, head_dim = q.shape
+    wide = accumulation_dtype(q)
+    table, rows = _key_table(window, window_rows, store, page_ids, entry_rows, head_dim, wide)
+    hidden = (rows < 0).unsqueeze(1)
+    turned = rotate(q, rotation).to(wide)
+    sink = sinks.view(1, -1, 1)
+    out = torch.empty_like(q)
+    step = max(1, _GATHER_BYTES // (rows.shape[1] * head_dim * table.element_size()))
+    for first in range(0, num_tokens, step):
+        part = slice(first, first + step)
+        keys = table[rows[part]]
+        scores = torch.bmm(turned[part], keys.transpose(1, 2)).mul_(head_dim**-0.5)
+        scores.masked_fill_(hidden[part], -torch.inf)
+        largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        shares = torch.exp(scores - largest)
+        total = shares.sum(-1, keepdim=True) + torch.exp(sink - largest)
+        out[part] = torch.bmm(shares.to(q.dtype).to(wide), keys).div_(total).to(q.dtype)
+    return rotate(out, rotation.inverse())

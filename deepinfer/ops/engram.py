@@ -1,0 +1,89 @@
+"""Engram: hashed n-gram rows looked up per token and gated into the streams.
+
+Source: model report, Engram section; ``engram_*`` keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.op import op
+from deepinfer.ops.quant import sigmoid, unpack_table
+
+DEAD = -1
+"""In a list of compressed ids: no token there, or an image position."""
+
+
+@op(tolerance=0.0)
+def engram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad_class: int) -> Tensor:
+    """Table rows of each token's n-grams.
+
+    Args:
+        ids: [num_tokens, max_ngram] int64 compressed ids at positions t, t-1, …; :data:`DEAD` where there is none.
+        multipliers: [max_ngram] int64, odd; products cannot overflow.
+        primes, offsets: [max_ngram - 1, num_heads] int64.
+        pad_class: compressed id that stands for everything from the first dead position on.
+
+    Returns:
+        [num_tokens, (max_ngram - 1) * num_heads] int64.
+
+    Source: running xor of id * multiplier over the shifts, modulo a prime per (n, head).
+    """
+    dead = (ids == DEAD).cumsum(1) > 0
+    mixed = torch.where(dead, pad_class, ids) * multipliers
+    running = mixed[:, 0]
+    columns = []
+    for shift in range(1, ids.shape[1]):
+        running = running ^ mixed[:, shift]
+        columns.append(running.unsqueeze(1) % primes[shift - 1] + offsets[shift - 1])
+    return torch.cat(columns, dim=1)
+
+
+@op(tolerance=0.0)
+def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantised table rows, concatenated.
+
+    Args:
+        codes: [table_rows, dim] float8_e4m3fn.
+        scale: [table_rows, dim / 32] uint8 UE8M0.
+        rows: [num_tokens, num_columns] int64.
+        dtype: of the activations.
+
+    Returns:
+        [num_tokens, num_columns * dim]; on the MXFP8 grid, since a table's scales are never above those of its own values.
+    """
+    flat = rows.flatten()
+    picked = unpack_table(codes.view(torch.uint8)[flat].view(codes.dtype), scale[flat], dtype)
+    return picked.view(rows.shape[0], -1)
+
+
+@op(tolerance=4e-3)
+def engram_gate(kv: Tensor, streams: Tensor, q_weight: Tensor, k_weight: Tensor, is_image: Tensor, eps: float) -> Tensor:
+    """Add the looked-up value to every stream, as far as stream and key agree.
+
+    Args:
+        kv: [num_tokens, (n + 1) * hidden] bf16 or fp64: a key per stream, then the value.
+        streams: [num_tokens, n, hidden], same dtype.
+        q_weight, k_weight: [n, hidden] wide.
+        is_image: [num_tokens] bool; their gate is 0.
+        eps: of the two RMS.
+
+    Returns:
+        [num_tokens, n, hidden], rounded to the streams' dtype.
+
+    Source: gate = sigmoid(sign(d) sqrt(max(|d|, 1e-6))), d the scaled product of the normed stream and key.
+    """
+    num_streams, hidden = streams.shape[1:]
+    wide = q_weight.dtype
+    split = kv.to(wide).unflatten(1, (num_streams + 1, hidden))
+    keys, value = split[:, :num_streams], split[:, num_streams:]
+    x = streams.to(wide)
+    product = (x * q_weight * k_weight * keys).sum(-1)
+    rms_x = torch.rsqrt(x.square().mean(-1) + eps)
+    rms_key = torch.rsqrt(keys.square().mean(-1) + eps)
+    d = hidden**-0.5 * product * rms_x * rms_key
+    gate = sigmoid(torch.sign(d) * torch.sqrt(d.abs().clamp_min(1e-6)))
+    gate = torch.where(is_image.unsqueeze(1), 0, gate)
+    result: Tensor = (x + gate.unsqueeze(-1) * value).to(streams.dtype)
+    return result

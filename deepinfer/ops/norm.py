@@ -1,0 +1,239 @@
+"""Hyper-connections, norms and rotations: everything that touches the residual streams.
+
+Single-pass mHC: the weights that collapse the four streams for a sublayer come from the sublayer before it, so that writing a
+sublayer's output back, measuring the streams and collapsing them for the next sublayer is one pass.  Source: model report,
+hyper-connection section; ``hc_mult``, ``hc_sinkhorn_iters``, ``hc_eps``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import RopeScaling
+from deepinfer.ops.op import op
+from deepinfer.ops.quant import accumulation_dtype, encode_window, linear_bf16, rms_norm, round_mxfp8, sigmoid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperWeights:
+    """What one sublayer needs around itself; ``wide`` is the accumulation dtype.
+
+    Attributes:
+        fn: [2n + n^2, n * hidden] wide, the map from the flattened streams (n copies) to the raw numbers.
+        base, scale: [2n + n^2], [3] wide.
+        norm: [hidden] wide, the RMSNorm in front of the sublayer.
+        num_rounds: Sinkhorn column passes.
+        eps: added to pre weights and Sinkhorn sums.
+        rms_eps: of all norms and stream statistics.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm: Tensor
+    num_rounds: int
+    eps: float
+    rms_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """How one sublayer is tied into the streams, per token, in the accumulation dtype.
+
+    Attributes:
+        pre: [num_tokens, n] weights that collapse the streams for the *next* sublayer.
+        post: [num_tokens, n] weights of the sublayer's output in each stream.
+        comb: [num_tokens, n, n] stream mixing, [source, target].
+    """
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+@op(tolerance=4e-3)
+def mhc_post(streams: Tensor, delta: Tensor, mix: Mix) -> Tensor:
+    """Write a sublayer's output back: X'_j = post_j y + sum_i comb_ij X_i.
+
+    Args:
+        streams: [num_tokens, n, hidden] bf16 or fp64.
+        delta: [num_tokens, hidden], the sublayer's output, same dtype.
+        mix: of the same sublayer.
+
+    Returns:
+        [num_tokens, n, hidden], rounded to the streams' dtype.
+    """
+    wide = accumulation_dtype(streams)
+    left = torch.cat([mix.comb.transpose(1, 2), mix.post.unsqueeze(-1)], dim=-1)
+    right = torch.cat([streams, delta.unsqueeze(1)], dim=1).to(wide)
+    return torch.bmm(left, right).to(streams.dtype)
+
+
+@op(tolerance=1e-5)
+def mhc_pre(streams: Tensor, pre: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Measure the streams and collapse them for the next sublayer.
+
+    Args:
+        streams: [num_tokens, n, hidden] bf16 or fp64.
+        pre: [num_tokens, n] wide, from the sublayer before (one-hot on copy 0 before the first).
+        fn: [2n + n^2, n * hidden] wide, of the sublayer that follows.
+
+    Returns:
+        collapsed: [num_tokens, hidden] in the streams' dtype.
+        raw: [num_tokens, 2n + n^2] wide, fn times the flattened streams.
+        square_sum: [num_tokens, 1] wide, sum of squares of the flattened streams.
+    """
+    wide = streams.to(fn.dtype)
+    flat = wide.flatten(1)
+    collapsed = torch.bmm(pre.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
+    return collapsed, linear_bf16(flat, fn), flat.square().sum(-1, keepdim=True)
+
+
+@op(tolerance=4e-3)
+def mhc_mix(streams: Tensor, delta: Tensor, mix: Mix, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`mhc_post` of one sublayer and :func:`mhc_pre` of the next, one read and one write of the streams.
+
+    Returns:
+        streams, collapsed, raw, square_sum as of the two.
+    """
+    streams = mhc_post(streams, delta, mix)
+    return streams, *mhc_pre(streams, mix.pre, fn)
+
+
+@op(tolerance=4e-3)
+def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: HyperWeights) -> tuple[Mix, Tensor, Tensor]:
+    """Turn raw numbers into a sublayer's mix, and norm its input.
+
+    Args:
+        raw, square_sum, collapsed: of :func:`mhc_pre`.
+        weights: of the sublayer.
+
+    Returns:
+        mix: of the sublayer.
+        x: [num_tokens, hidden] normed input.
+        x8: the same on the MXFP8 grid, for FP8 linear layers.
+
+    Source: pre = sigmoid + eps, post = 2 sigmoid, comb = Sinkhorn of a row softmax with eps added to every sum, column passes
+    first and last.
+    """
+    n = math.isqrt(raw.shape[1] + 1) - 1
+    width = n * collapsed.shape[1]
+    m = raw * torch.rsqrt(square_sum / width + weights.rms_eps)
+    pre = sigmoid(weights.scale[0] * m[:, :n] + weights.base[:n]) + weights.eps
+    post = 2 * sigmoid(weights.scale[1] * m[:, n : 2 * n] + weights.base[n : 2 * n])
+    logits = (weights.scale[2] * m[:, 2 * n :] + weights.base[2 * n :]).unflatten(1, (n, n))
+    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
+    comb = comb / comb.sum(-1, keepdim=True) + weights.eps
+    comb.div_(comb.sum(-2, keepdim=True).add_(weights.eps))
+    for _ in range(weights.num_rounds - 1):
+        comb.div_(comb.sum(-1, keepdim=True).add_(weights.eps))
+        comb.div_(comb.sum(-2, keepdim=True).add_(weights.eps))
+    x = rms_norm(collapsed, weights.norm, weights.rms_eps)
+    return Mix(pre=pre, post=post, comb=comb), x, round_mxfp8(x)
+
+
+@op(tolerance=4e-3)
+def final_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Collapse the streams with the last sublayer's pre weights and norm them for the LM head.
+
+    Args:
+        streams: [num_rows, n, hidden] bf16 or fp64.
+        pre: [num_rows, n] wide.
+        weight: [hidden] wide.
+
+    Returns:
+        [num_rows, hidden] in the streams' dtype.
+    """
+    collapsed = torch.bmm(pre.unsqueeze(1), streams.to(pre.dtype)).squeeze(1).to(streams.dtype)
+    return rms_norm(collapsed, weight, eps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- rotation
+
+
+def rope_frequencies(rope_dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """Angles per position of each rotary pair: [rope_dim / 2] float64.
+
+    With ``scaling``, YaRN's ramp between base^(-2i/rope_dim) and the same divided by the factor; no attention temperature.
+
+    Source: ``rope_theta``, ``compress_rope_theta``, ``rope_scaling``.
+    """
+    pairs = torch.arange(rope_dim // 2, dtype=torch.float64)
+    plain = base ** (-2 * pairs / rope_dim)
+    if scaling is None:
+        return plain
+
+    def pair_with(rotations: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return rope_dim * math.log(length / (2 * math.pi * rotations)) / (2 * math.log(base))
+
+    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with(scaling.beta_slow)), rope_dim - 1)
+    ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / scaling.factor * ramp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Cosines and sines of a list of positions, [num_positions, rope_dim / 2], in the accumulation dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, frequencies: Tensor) -> Rotation:
+        """Rotation at ``positions`` [num_positions] integers, ``frequencies`` [rope_dim / 2] in the accumulation dtype."""
+        angles = positions.to(frequencies.dtype).unsqueeze(-1) * frequencies
+        return cls(cos=torch.cos(angles), sin=torch.sin(angles))
+
+    def inverse(self) -> Rotation:
+        """The rotation back."""
+        return Rotation(cos=self.cos, sin=-self.sin)
+
+    def rows(self, index: Tensor) -> Rotation:
+        """Rotation of a subset of the positions, ``index`` [num_rows]."""
+        return Rotation(cos=self.cos[index], sin=self.sin[index])
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the last dims of x in interleaved pairs, computed wide and rounded to x's dtype.
+
+    Args:
+        x: [num_tokens, width] or [num_tokens, num_heads, width] bf16 or fp64.
+        rotation: of the tokens' positions.
+
+    Returns:
+        Same shape and dtype; dims before the last rope_dim pass unchanged.
+    """
+    cos, sin = rotation.cos, rotation.sin
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    still = x.shape[-1] - 2 * cos.shape[-1]
+    pairs = x[..., still:].to(cos.dtype).unflatten(-1, (-1, 2))
+    a, b = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    return torch.cat([x[..., :still], turned.to(x.dtype)], dim=-1)
+
+
+@op(tolerance=4e-3)
+def qkv_norm(qkv: Tensor, q_weight: Tensor, kv_weight: Tensor, rotation: Rotation, eps: float) -> tuple[Tensor, Tensor]:
+    """Split the fused query/key projection, norm both parts, and make the window record.
+
+    Args:
+        qkv: [num_tokens, q_lora_rank + head_dim] bf16 or fp64.
+        q_weight: [q_lora_rank] wide.
+        kv_weight: [head_dim] wide.
+        rotation: at the tokens' positions.
+
+    Returns:
+        q_latent8: [num_tokens, q_lora_rank] on the MXFP8 grid; every consumer is an FP8 linear layer.
+        records: [num_tokens, window record bytes] uint8.
+    """
+    rank = q_weight.shape[0]
+    q_latent = rms_norm(qkv[:, :rank], q_weight, eps)
+    key = rotate(rms_norm(qkv[:, rank:], kv_weight, eps), rotation)
+    return round_mxfp8(q_latent), encode_window(key)

@@ -1,0 +1,493 @@
+"""Number formats: quantisers, packed weights, cache records, and the products that use them.
+
+Formats (bit layouts in :func:`pack_fp4` and :func:`pack_fp8`):
+
+    E4M3    8-bit float, no infinities, largest 448
+    E2M1    4-bit float: sign and {0, .5, 1, 1.5, 2, 3, 4, 6}; two a byte, the even element in the low nibble
+    UE8M0   8-bit power of two, byte b is 2^(b-127)
+
+Two numeric regimes share every body.  Production: activations bf16, sums fp32, one rounding at the end.  Exact: activations
+fp64 and nothing is rounded but by the quantisers themselves; golden values are checked in it.  The dtype of the activations
+decides.
+
+Invariant: rows are independent, bit for bit.  A result for one row never depends on which rows stand beside it, so batching,
+chunking and padding cannot change anything (docs/decisions/0002).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.op import op
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+ROW_TILE = 16
+"""Rows of every matrix product; see :func:`matmul_rows`."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- building blocks
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """fp64 for the exact regime, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Logistic function out of ``exp``: torch.sigmoid rounds differently in a vector's body and in its tail."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x), without overflow; composed for the same reason as :func:`sigmoid`."""
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = weight * x / sqrt(mean(x^2) + eps), rounded once.
+
+    Args:
+        x: [..., width] bf16 or fp64.
+        weight: [width] in the accumulation dtype.
+
+    Returns:
+        [..., width] in x's dtype.
+    """
+    wide = x.to(accumulation_dtype(x))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
+    """x wᵀ, computed 16 rows at a time so that a row's result does not depend on how many rows there are.
+
+    Libraries choose kernels, and with them the order of sums, by the number of rows.  A fixed shape pins the choice.
+
+    Args:
+        x: [num_rows, width]; brought to a multiple of 4 by zeros, because at odd widths a row's bits change with its place.
+        w: [out_width, width], same dtype.
+
+    Returns:
+        [num_rows, out_width], same dtype; bf16 products are summed in fp32 and rounded once.
+
+    Cost: ceil(num_rows / 16) products; up to 15 padding rows.
+    """
+    num_rows, width = x.shape
+    if width % 4:
+        x, w = (torch.nn.functional.pad(each, (0, -width % 4)) for each in (x, w))
+    out = x.new_empty(-(-num_rows // ROW_TILE) * ROW_TILE, w.shape[0])
+    wt = w.t()
+    whole = num_rows - num_rows % ROW_TILE
+    for start in range(0, whole, ROW_TILE):
+        torch.mm(x[start : start + ROW_TILE], wt, out=out[start : start + ROW_TILE])
+    if whole < num_rows:
+        tile = x.new_zeros(ROW_TILE, x.shape[1])
+        tile[: num_rows - whole] = x[whole:]
+        torch.mm(tile, wt, out=out[whole:])
+    return out[:num_rows]
+
+
+def gemm_dtype(device: torch.device) -> torch.dtype:
+    """What dequantised weights are kept in on ``device``.
+
+    Every FP8 and FP4 weight is exact in bf16, so bf16 loses nothing; a CPU without bf16 instructions is many times slower with
+    it than with fp32, which gives the same products summed in the same precision.
+    """
+    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+@functools.cache
+def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Decoding tables: ``ue8m0`` [256] powers of two, ``e2m1`` [256, 2] both nibbles of a byte."""
+    if name == "ue8m0":
+        return torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64).to(device, dtype)
+    signed = _E2M1 + tuple(-value for value in _E2M1)
+    return torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=dtype, device=device)
+
+
+def _ceil_power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """2^ceil(log2 x) of positive normal floats by bit arithmetic: the scale, and its UE8M0 byte."""
+    if x.dtype == torch.float64:
+        exponent = (x.view(torch.int64) + ((1 << 52) - 1)) >> 52
+        return (exponent << 52).view(torch.float64), (exponent - (1023 - 127)).to(torch.uint8)
+    exponent = (x.view(torch.int32) + ((1 << 23) - 1)) >> 23
+    return (exponent << 23).view(torch.float32), exponent.to(torch.uint8)
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    """Round to nearest even on the E4M3 grid; input clamped to ±448."""
+    x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    if x.dtype == torch.float64:
+        # The library converts through fp32, which would round twice; land on the grid (spacing 2^(e-3), e >= -6) here first.
+        exponent = ((x.view(torch.int64) >> 52) & 0x7FF).clamp_min(1023 - 6) - 3
+        quantum = (exponent << 52).view(torch.float64)
+        x = torch.round(x / quantum) * quantum
+    return x.to(torch.float8_e4m3fn)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """E2M1 codes (uint8, 0..15) by round to nearest even; input clamped to ±6; the sign of zero is kept.
+
+    Source: midpoints .25, .75, 1.25, 1.75, 2.5, 3.5, 5 go to the even code.
+    """
+    a = x.abs()
+    code = (a > 0.25).to(torch.uint8)
+    code += a >= 0.75
+    code += a > 1.25
+    code += a >= 1.75
+    code += a > 2.5
+    code += a >= 3.5
+    code += a > 5
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def _pair(codes: Tensor) -> Tensor:
+    """Pack codes [..., 2n] into bytes [..., n], even element low."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    result: Tensor = pairs[..., 0] | (pairs[..., 1] << 4)
+    return result
+
+
+def _unpair(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [..., 2n] of packed E2M1 bytes [..., n]."""
+    return _table("e2m1", packed.device, dtype)[packed.long()].flatten(-2)
+
+
+def _ue8m0(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _table("ue8m0", scale.device, dtype)[scale.long()]
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """[..., width] -> [..., width / size, size] in the accumulation dtype."""
+    result: Tensor = x.to(accumulation_dtype(x)).unflatten(-1, (-1, size))
+    return result
+
+
+def _mxfp8(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """E4M3 codes by blocks of ``size``, their scales [..., blocks, 1] and scale bytes [..., blocks]."""
+    blocks = _blocks(x, size)
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4)
+    scale, byte = _ceil_power_of_two(largest * (1 / E4M3_MAX))
+    return _to_e4m3(blocks / scale), scale, byte.squeeze(-1)
+
+
+def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """E2M1 codes by blocks of 32, their scales [..., blocks, 1] and scale bytes [..., blocks]."""
+    blocks = _blocks(x, 32)
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
+    scale, byte = _ceil_power_of_two(largest / E2M1_MAX)
+    return _to_e2m1(blocks / scale), scale, byte.squeeze(-1)
+
+
+# --------------------------------------------------------------------------------------------------------------------- quantisers
+
+
+@op(tolerance=0.0)
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to E4M3 with one power-of-two scale per 32 values.
+
+    Args:
+        x: [..., width] bf16, fp32 or fp64; width a multiple of 32.
+
+    Returns:
+        codes: [..., width] float8_e4m3fn.
+        scale: [..., width / 32] uint8, UE8M0.
+
+    Source: scale 2^ceil(log2(max(m, 1e-4) / 448)), code RNE of x / scale.
+    """
+    codes, _, byte = _mxfp8(x, 32)
+    return codes.flatten(-2), byte
+
+
+@op(tolerance=0.0)
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_mxfp8` with one scale per 128 values: the form that matrix units without block-32 scaling take.
+
+    Args:
+        x: [..., width] bf16, fp32 or fp64; width a multiple of 128.
+
+    Returns:
+        codes: [..., width] float8_e4m3fn.
+        scale: [..., width / 128] uint8, UE8M0.
+    """
+    codes, _, byte = _mxfp8(x, 128)
+    return codes.flatten(-2), byte
+
+
+@op(tolerance=0.0)
+def round_mxfp8(x: Tensor) -> Tensor:
+    """Values of :func:`quantize_mxfp8`'s result: what an FP8 or FP4 linear layer sees of its input.
+
+    Args:
+        x: [..., width]; width a multiple of 32.
+
+    Returns:
+        Same shape and dtype (E4M3 times a power of two is exact in bf16).
+    """
+    codes, scale, _ = _mxfp8(x, 32)
+    return (codes.to(scale.dtype) * scale).flatten(-2).to(x.dtype)
+
+
+@op(tolerance=0.0)
+def round_mxfp4(x: Tensor) -> Tensor:
+    """Round rows to E2M1 with one power-of-two scale per 32 values: index queries.
+
+    Args:
+        x: [..., width]; width a multiple of 32.
+
+    Returns:
+        Same shape and dtype.
+
+    Source: scale 2^ceil(log2(max(m, 6 * 2^-126) / 6)), code RNE of x / scale clamped to ±6.
+    """
+    codes, scale, _ = _mxfp4(x)
+    values = _table("e2m1", x.device, scale.dtype)[codes.long()][..., 0]
+    return (values * scale).flatten(-2).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------ cache records
+
+
+@op(tolerance=0.0)
+def encode_window(x: Tensor) -> Tensor:
+    """Window records: E4M3 values, then one UE8M0 scale per 32 of them.
+
+    Args:
+        x: [..., head_dim] normed and rotated keys.
+
+    Returns:
+        [..., head_dim + head_dim / 32] uint8 (528 bytes for 512 dims).
+    """
+    codes, _, byte = _mxfp8(x, 32)
+    return torch.cat([codes.flatten(-2).view(torch.uint8), byte], dim=-1)
+
+
+@op(tolerance=0.0)
+def decode_window(records: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Keys [..., head_dim] of window records [..., record_bytes], exact in ``dtype`` (fp32 or fp64)."""
+    codes = records[..., :head_dim].view(torch.float8_e4m3fn).to(dtype)
+    scale = _ue8m0(records[..., head_dim:], dtype)
+    result: Tensor = (codes.unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2)
+    return result
+
+
+@op(tolerance=0.0)
+def encode_main(x: Tensor) -> Tensor:
+    """Compressed entries: packed E2M1 values, then one E4M3 scale per 16 of them.
+
+    Args:
+        x: [..., head_dim] rotated latents.
+
+    Returns:
+        [..., head_dim / 2 + head_dim / 16] uint8 (288 bytes for 512 dims).
+
+    Source: scale E4M3 RNE of clamp(m / 6, 2^-9, 448); code RNE of x / decoded scale clamped to ±6.
+    """
+    blocks = _blocks(x, 16)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = _to_e4m3((largest / E2M1_MAX).clamp_min(2.0**-9))
+    codes = _to_e2m1(blocks / scale.to(blocks.dtype))
+    return torch.cat([_pair(codes.flatten(-2)), scale.squeeze(-1).view(torch.uint8)], dim=-1)
+
+
+@op(tolerance=0.0)
+def decode_main(records: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Keys [..., head_dim] of compressed entries [..., record_bytes], exact in ``dtype`` (fp32 or fp64)."""
+    values = _unpair(records[..., : head_dim // 2], dtype)
+    scale = records[..., head_dim // 2 :].view(torch.float8_e4m3fn).to(dtype)
+    result: Tensor = (values.unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
+    return result
+
+
+@op(tolerance=0.0)
+def encode_index(x: Tensor) -> Tensor:
+    """Index keys: packed E2M1 values, then one UE8M0 scale per 32 of them.
+
+    Args:
+        x: [..., index_head_dim] normed and rotated index keys.
+
+    Returns:
+        [..., index_head_dim / 2 + index_head_dim / 32] uint8 (68 bytes for 128 dims).
+    """
+    codes, _, byte = _mxfp4(x)
+    return torch.cat([_pair(codes.flatten(-2)), byte], dim=-1)
+
+
+@op(tolerance=0.0)
+def decode_index(records: Tensor, index_head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Index keys [..., index_head_dim] of their records [..., record_bytes], exact in ``dtype`` (fp32 or fp64)."""
+    values = _unpair(records[..., : index_head_dim // 2], dtype)
+    scale = _ue8m0(records[..., index_head_dim // 2 :], dtype)
+    result: Tensor = (values.unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2)
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------- packed weights
+
+
+def pack_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix as the checkpoint stores it: E4M3 with one UE8M0 scale per 32 x 32 block.
+
+    Args:
+        w: [..., out_width, in_width] float.
+
+    Returns:
+        codes: [..., out_width, in_width] float8_e4m3fn.
+        scale: [..., ceil(out_width / 32), ceil(in_width / 32)] uint8.
+
+    Source: scale 2^ceil(log2(max|w| / 448)).
+    """
+    rows, cols = w.shape[-2:]
+    padded = torch.nn.functional.pad(w.to(accumulation_dtype(w)), (0, -cols % 32, 0, -rows % 32))
+    tiles = padded.unflatten(-1, (-1, 32)).unflatten(-3, (-1, 32))
+    largest = tiles.abs().amax((-1, -3), keepdim=True).clamp_min(E4M3_MAX * 2.0**-126)
+    scale, byte = _ceil_power_of_two(largest / E4M3_MAX)
+    codes = _to_e4m3(tiles / scale).flatten(-2).flatten(-3, -2)
+    return codes[..., :rows, :cols].contiguous(), byte.squeeze(-1).squeeze(-2)
+
+
+def unpack_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix that :func:`pack_fp8` stored, exact in ``dtype`` (bf16, fp32 or fp64)."""
+    rows, cols = codes.shape[-2:]
+    wide = _ue8m0(scale, torch.float32).repeat_interleave(32, -1).repeat_interleave(32, -2)
+    return (codes.float() * wide[..., :rows, :cols]).to(dtype)
+
+
+def pack_fp4(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix as MXFP4: packed E2M1 with one UE8M0 scale per 32 inputs of a row.
+
+    Args:
+        w: [..., out_width, in_width] float; in_width a multiple of 32.
+
+    Returns:
+        packed: [..., out_width, in_width / 2] uint8, even element in the low nibble.
+        scale: [..., out_width, in_width / 32] uint8.
+
+    Source: scale 2^ceil(log2(max|w| / 6)).
+    """
+    codes, _, byte = _mxfp4(w)
+    return _pair(codes.flatten(-2)), byte
+
+
+def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix that :func:`pack_fp4` stored, exact in ``dtype`` (bf16, fp32 or fp64)."""
+    values = _unpair(packed, torch.float32).unflatten(-1, (-1, 32))
+    result: Tensor = (values * _ue8m0(scale, torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
+    return result
+
+
+def pack_table(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise lookup rows: E4M3 with one UE8M0 scale per 32 values of a row.
+
+    Args:
+        w: [num_rows, width] float; width a multiple of 32.
+
+    Returns:
+        codes: [num_rows, width] float8_e4m3fn.
+        scale: [num_rows, width / 32] uint8.
+    """
+    blocks = _blocks(w, 32)
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E4M3_MAX * 2.0**-126)
+    scale, byte = _ceil_power_of_two(largest / E4M3_MAX)
+    return _to_e4m3(blocks / scale).flatten(-2), byte.squeeze(-1)
+
+
+def unpack_table(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows that :func:`pack_table` stored, exact in ``dtype`` (bf16, fp32 or fp64)."""
+    values = codes.float().unflatten(-1, (-1, 32))
+    result: Tensor = (values * _ue8m0(scale, torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A quantised weight in the reference backend's layout: the checkpoint's bytes, and the values they stand for.
+
+    Attributes:
+        codes: as stored (E4M3 or packed E2M1).
+        scale: as stored (UE8M0).
+        dense: [..., out_width, in_width] the dequantised matrix, exact.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dense: Tensor
+
+
+@op(tolerance=0.0)
+def repack_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """Lay out an FP8 matrix [..., out_width, in_width] for :func:`linear_fp8`; runs once at load."""
+    return PackedWeight(codes=codes, scale=scale, dense=unpack_fp8(codes, scale, dtype))
+
+
+@op(tolerance=0.0)
+def repack_fp4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """Lay out stacked MXFP4 matrices [num_experts, out_width, in_width] for ``moe.experts``; runs once at load."""
+    return PackedWeight(codes=codes, scale=scale, dense=unpack_fp4(codes, scale, dtype))
+
+
+@op(tolerance=0.0)
+def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """The checkpoint's codes and scale out of a packed weight, every bit; the inverse of ``repack_*``."""
+    return weight.codes, weight.scale
+
+
+# ----------------------------------------------------------------------------------------------------------------------- products
+
+
+@op(tolerance=4e-3)
+def linear_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
+    """FP8 linear layer on activations that are on the MXFP8 grid already.
+
+    Args:
+        x: [num_tokens, in_width] bf16 (or fp64), a result of :func:`round_mxfp8`.
+        weight: [out_width, in_width].
+
+    Returns:
+        [num_tokens, out_width] in x's dtype.
+
+    Tolerance: the rounding of the bf16 result; products of E4M3 values are exact, their sum is fp32.
+    """
+    return matmul_rows(x.to(weight.dense.dtype), weight.dense).to(x.dtype)
+
+
+@op(tolerance=4e-3)
+def linear_fp8_grouped(x: Tensor, weight: PackedWeight) -> Tensor:
+    """One linear layer per group of heads (``wo_a``); its input stays unrounded, as in the original program.
+
+    Args:
+        x: [num_tokens, num_groups, in_width] bf16 (or fp64).
+        weight: [num_groups * out_width, in_width], group after group.
+
+    Returns:
+        [num_tokens, num_groups * out_width] in x's dtype.
+    """
+    num_groups = x.shape[1]
+    parts = weight.dense.unflatten(0, (num_groups, -1))
+    x = x.to(weight.dense.dtype)
+    return torch.cat([matmul_rows(x[:, g].contiguous(), parts[g]) for g in range(num_groups)], dim=-1).to(x.dtype)
+
+
+@op(tolerance=1e-5)
+def linear_bf16(x: Tensor, weight: Tensor) -> Tensor:
+    """Linear layer with a bf16 (or fp32) weight, upcast, summed and returned in the accumulation dtype.
+
+    Router, compressor, index head weights, hyper-connection maps, LM head.
+
+    Args:
+        x: [num_tokens, in_width] bf16, fp32 or fp64.
+        weight: [out_width, in_width] in the accumulation dtype of x.
+
+    Returns:
+        [num_tokens, out_width] fp32 (or fp64).
+    """
+    return matmul_rows(x.to(weight.dtype), weight)

@@ -1,0 +1,598 @@
+"""From logits to tokens: processing, drawing, drafting, verifying, and how many drafts to verify.
+
+Words used throughout:
+
+    decided position   the absolute position of the token a row of logits decides, i.e. position of its input token + 1
+    anchor             the last emitted token of a request; its draft k (k = 1, 2, ...) stands at ``anchor position + k``
+    packed rows        a request that verifies n drafts owns n + 1 consecutive rows of logits: its anchor's, then its drafts'
+
+All randomness is a pure function of (request seed, decided position, stream, draft index, vocabulary id), so nothing is stored
+and nothing has to be rolled back.  Streams are independent; sharing the noise of drafts and of emitted tokens would break the
+ratio test (dspark.md §7.3).
+
+Invariants: a row's result does not depend on the other rows, bit for bit (:func:`schedule_lengths` excepted: ranking requests
+against each other is its purpose).  No body waits for the device.  Every row of logits has a finite maximum among the allowed
+tokens.
+
+Logits are processed in fp32; probabilities that are compared with a uniform number, subtracted from each other or perturbed
+with noise are fp64, because the mass of a residual is a difference that fp32 cannot resolve near the degenerate case.  fp64
+logits stay fp64 everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.op import op
+from deepinfer.ops.quant import accumulation_dtype, linear_bf16, matmul_rows, sigmoid
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Temperatures below it mean greedy decoding (serving.md §1.2)."""
+
+LOGPROB_FLOOR: Final = -9999.0
+"""Smallest log-probability reported: JSON has no infinity."""
+
+DEGENERATE_MASS: Final = 1e-8
+"""A residual that holds less than this is rounding noise; the target itself is drawn from instead (dspark.md §3.3)."""
+
+DraftMode = Literal["argmax", "sampled", "coupled"]
+"""How drafts are chosen.
+
+``argmax``: the best token; verify without draft logits.  ``sampled``: drawn with noise of its own (stream D); verify needs the
+logits.  ``coupled``: drawn with the noise that will decide the emitted token (stream E); only for :func:`verify_coupled`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """How each row is sampled.
+
+    Attributes:
+        temperature: [num_rows] fp32, >= 0; below 1e-5 the row is greedy.
+        top_k: [num_rows] int64; values below 1 switch the filter off, 1 makes the row greedy.
+        top_p: [num_rows] fp32 in (0, 1].
+        min_p: [num_rows] fp32 in [0, 1], relative to the best token's probability.
+        seeds: [num_rows] int64, the 64 bits of the request's seed.
+        filters: False promises that top_k, top_p and min_p are off in every row.  Results are the same bits either way; it
+            saves a sort of the vocabulary.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    filters: bool = True
+
+    @property
+    def greedy(self) -> Tensor:
+        """[num_rows] bool: rows that take the best token and ignore filters and noise."""
+        return (self.temperature < GREEDY_TEMPERATURE) | (self.top_k == 1)
+
+    def take(self, index: Tensor) -> SamplingRows:
+        """The rows named by ``index`` [n] int64, in that order; a row may be named more than once."""
+        return SamplingRows(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            seeds=self.seeds[index],
+            filters=self.filters,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------- noise
+
+DRAFT_STREAM: Final = 1
+ACCEPT_STREAM: Final = 2
+EMIT_STREAM: Final = 3
+
+
+def _signed(word: int) -> int:
+    """The int64 that has the same 64 bits."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN: Final = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIERS: Final = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift of the unsigned 64-bit value; ``>>`` alone copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 64-bit words in which every input bit moves half of the output bits; int64 products wrap.
+
+    Source: the output function of SplitMix64 (Steele, Lea, Flood 2014; constants of Stafford's variant 13).
+    """
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift_right(x, 31)
+
+
+def noise_bits(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, sub_indices: Tensor) -> Tensor:
+    """64 random bits for each key; the same integers on every device.
+
+    The fields are absorbed one after another by a bijection, so keys that differ in one field never meet; along the last field
+    this is the SplitMix64 sequence itself, which passes BigCrush.
+
+    Args:
+        seeds, sub_indices: int64, broadcast against each other and positions.
+        positions: any integer type.
+        stream: DRAFT_STREAM, ACCEPT_STREAM or EMIT_STREAM.
+        draft_idx: k of a draft; 0 in the other streams.  A position can be drafted in several rounds before it is decided; k
+            tells the rounds apart, being position minus anchor position.
+
+    Returns:
+        int64 of the broadcast shape.
+
+    Source: dspark.md §7.3.
+    """
+    state = _mix(seeds + _GOLDEN)
+    state = _mix(state + (positions.long() + 1) * _GOLDEN)
+    state = _mix(state + _signed((stream + (draft_idx << 8)) * _GOLDEN % (1 << 64)))
+    return _mix(state + (sub_indices + 1) * _GOLDEN)
+
+
+def uniform_noise(bits: Tensor) -> Tensor:
+    """fp64 in the open interval: 52 bits and a half step, from 2^-53 to 1 - 2^-53, each exactly representable."""
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, vocab: int) -> Tensor:
+    """Standard Gumbel noise, one number a vocabulary id.
+
+    Args:
+        seeds: [n] int64.
+        positions: [n] int.
+
+    Returns:
+        [n, vocab] fp64 in (-3.7, 36.8).
+    """
+    ids = torch.arange(vocab, device=seeds.device)
+    bits = noise_bits(seeds[:, None], positions[:, None], stream, draft_idx, ids)
+    return -torch.log(-torch.log(uniform_noise(bits)))
+
+
+# ------------------------------------------------------------------------------------------------------------- building blocks
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim, [..., width] -> [...], in an order fixed by the width.
+
+    torch splits the sum of a single long row (above 32768 elements) over its threads, and so rounds it differently from the
+    same row inside a batch.  Sums of 256 elements, then of at most width / 256 partial sums, stay below that.
+    """
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -width % 256))
+    return padded.view(*x.shape[:-1], -(-width // 256), 256).sum(-1).sum(-1)
+
+
+def _log_normaliser(logits: Tensor) -> Tensor:
+    """log(sum(exp)) over the last dim, which is kept."""
+    best = logits.amax(-1, keepdim=True)
+    return best + torch.log(_row_sum(torch.exp(logits - best)))[..., None]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits - _log_normaliser(logits)
+
+
+def _best(logits: Tensor) -> Tensor:
+    """[n, vocab] -> [n] int64, the lowest id among equal maxima (torch.max with a dim promises the first)."""
+    return logits.max(-1).indices
+
+
+def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Body of :func:`process_logits`."""
+    logits = logits.to(accumulation_dtype(logits))
+    if bias is not None:
+        logits = logits + bias
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    greedy = rows.greedy[:, None]
+    logits = logits / torch.where(greedy, 1.0, rows.temperature[:, None])
+    if not rows.filters:
+        return logits
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    weights = torch.exp(ordered.double() - ordered[:, :1].double())
+    kept = weights >= rows.min_p[:, None].double()
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    kept &= (rank < rows.top_k[:, None]) | (rows.top_k[:, None] < 1)
+    mass = torch.where(kept, weights, 0.0).cumsum(-1)
+    mass_before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    top_p = rows.top_p[:, None].double()
+    kept &= (mass_before < top_p * mass[:, -1:]) | (top_p >= 1)
+    kept_by_id = torch.zeros_like(kept).scatter_(-1, ids, kept)
+    return logits.masked_fill(~(kept_by_id | greedy), -torch.inf)
+
+
+def _draw(processed: Tensor, rows: SamplingRows, positions: Tensor, stream: int = EMIT_STREAM, draft_idx: int = 0) -> Tensor:
+    """Draw a token a row, or take the best of a greedy one.
+
+    Args:
+        processed: [n, vocab] logits or log weights; they need not be normalised.
+
+    Returns:
+        [n] int64.
+    """
+    noise = gumbel_noise(rows.seeds, positions, stream, draft_idx, processed.shape[-1])
+    return _best(processed.double() + torch.where(rows.greedy[:, None], 0.0, noise))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packing:
+    """Who owns which row of packed logits.
+
+    Attributes:
+        starts: [num_requests] first row of each request.
+        owners: [num_logits] request of each row; padding rows name any request.
+        tests: [num_requests, width] row that tests draft j (0-based); any row where there is no such draft.
+    """
+
+    starts: Tensor
+    owners: Tensor
+    tests: Tensor
+
+    def row(self, offset: Tensor) -> Tensor:
+        """[num_requests] row at ``offset`` of each request; any row for a request that owns none."""
+        return (self.starts + offset).clamp(min=0, max=self.owners.shape[0] - 1)
+
+
+def _pack(draft_lens: Tensor, width: int, num_logits: int) -> _Packing:
+    """Lay out ``draft_lens`` [num_requests] int64 + 1 rows a request."""
+    ends = (draft_lens + 1).cumsum(0)
+    starts = ends - (draft_lens + 1)
+    owners = torch.searchsorted(ends, torch.arange(num_logits, device=ends.device), right=True)
+    slots = torch.arange(width, device=ends.device)
+    return _Packing(
+        starts=starts,
+        owners=owners.clamp_max(draft_lens.shape[0] - 1),
+        tests=(starts[:, None] + slots).clamp(min=0, max=num_logits - 1),
+    )
+
+
+def _emission_weights(logits: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
+    """Log weights of the one token a round emits beyond its accepted drafts.
+
+    Args:
+        logits: [n, vocab] fp64 processed target row.
+        q: [n, vocab] fp64 distribution the rejected draft was drawn from; any value where nothing was rejected.
+        rejected: [n] bool.
+
+    Returns:
+        [n, vocab] fp64: log max(p - q, 0) after a rejection; the logits as they are otherwise, so that the draw is the very
+        one of :func:`sample`, and where the residual has no mass to speak of.
+    """
+    residual = (torch.exp(_log_softmax(logits)) - q).clamp_min(0.0)
+    usable = rejected & (_row_sum(residual) > DEGENERATE_MASS)
+    return torch.where(usable[:, None], torch.log(residual), logits)
+
+
+def _emit(num_accepted: Tensor, tokens: Tensor, draft_ids: Tensor, draft_lens: Tensor) -> Tensor:
+    """[num_requests, width + 1] int64: accepted drafts, the emitted token, then -1; nothing for requests without rows.
+
+    Args:
+        num_accepted: [num_requests] int64.
+        tokens: [num_requests] int64, the token after the accepted drafts.
+        draft_ids: [num_requests, width] int64.
+        draft_lens: [num_requests] int64; below 0 the request owns no rows.
+    """
+    slots = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
+    drafts = torch.nn.functional.pad(draft_ids, (0, 1), value=-1)
+    counts = num_accepted[:, None]
+    last = torch.where(slots == counts, tokens[:, None], -1)
+    return torch.where(draft_lens[:, None] < 0, -1, torch.where(slots < counts, drafts, last))
+
+
+def _leading(accept: Tensor) -> Tensor:
+    """[num_requests, width] bool -> [num_requests] int64: accepted drafts before the first that is not."""
+    return accept.long().cumprod(-1).sum(-1)
+
+
+# ------------------------------------------------------------------------------------------------------------------- operators
+
+
+# 1e-5: a sum of thousands of products in fp32.
+@op(tolerance=1e-5)
+def logits(x: Tensor, head: Tensor) -> Tensor:
+    """Scores of the whole vocabulary.
+
+    Args:
+        x: [num_rows, hidden] bf16 or fp64, normed.
+        head: [vocab, hidden] in the accumulation dtype of x.
+
+    Returns:
+        [num_rows, vocab] fp32 (fp64 for fp64 input); no bias, no scaling, no soft-cap.
+    """
+    return linear_bf16(x, head)
+
+
+# 1e-6: one fp32 addition and one division.  Which tokens survive is exact unless the mass before a token is within fp64
+# rounding of top_p.
+@op(tolerance=1e-6)
+def process_logits(logits: Tensor, rows: SamplingRows, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """The target distribution of every row, as logits: bias, mask, temperature, min-p, top-k, top-p, in this order.
+
+    Each filter works on what the one before has left, renormalised.  Equal logits at a border are kept by lower id, so top-k
+    keeps exactly k.  top-p keeps the shortest best-first list that reaches top_p.  A greedy row is only biased and masked.
+
+    Args:
+        logits: [num_logits, vocab], any float type.
+        rows: one row of parameters for each row of logits.
+        bias: [num_logits, vocab] fp32 to add (penalties, logit bias), or None.
+        mask: [num_logits, vocab] bool, True = allowed, at least one a row, or None.
+
+    Returns:
+        [num_logits, vocab] fp32 (fp64 for fp64 logits), -inf where removed.
+
+    Source: dspark.md §3.2.
+    """
+    return _process(logits, rows, bias, mask)
+
+
+# 0: a token is right or wrong.  A backend must reproduce the noise bit for bit and may differ only where the two best scores
+# lie within fp64 rounding of each other.
+@op(tolerance=0.0)
+def sample(
+    logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by the Gumbel-max rule; greedy rows take the best token, equal ones by lower id.
+
+    The log-probability is the *raw* one, of the logits as given: before bias, mask, temperature and filters.  It compares
+    across requests whatever their settings and is what the API reports.  For the processed one call
+    ``token_logprobs(process_logits(...), ids)``.
+
+    Args:
+        logits: [num_logits, vocab] as the model made them.
+        rows: one row of parameters for each row of logits.
+        positions: [num_logits] int, decided positions.
+        bias, mask: as in :func:`process_logits`.
+
+    Returns:
+        ids: [num_logits] int64.
+        logprobs: [num_logits] fp32 (fp64 for fp64 logits), at least -9999.
+
+    Source: dspark.md §7.3, stream E.
+    """
+    ids = _draw(_process(logits, rows, bias, mask), rows, positions)
+    return ids, _token_logprobs(logits, ids)
+
+
+def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Body of :func:`token_logprobs`."""
+    logits = logits.to(accumulation_dtype(logits))
+    chosen = logits.gather(-1, ids.clamp_min(0)[:, None]) - _log_normaliser(logits)
+    return torch.where(ids < 0, LOGPROB_FLOOR, chosen[:, 0].clamp_min(LOGPROB_FLOOR))
+
+
+# 1e-5: a sum of up to 129280 exponentials in fp32.
+@op(tolerance=1e-5)
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-softmax at the given tokens.
+
+    Args:
+        logits: [n, vocab].
+        ids: [n] int64; -1 stands for no token.
+
+    Returns:
+        [n] fp32 (fp64 for fp64 logits), at least -9999, which is also what -1 gets.
+    """
+    return _token_logprobs(logits, ids)
+
+
+# 1e-5: as token_logprobs; the ids are exact.
+@op(tolerance=1e-5)
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens of each row.
+
+    Args:
+        logits: [n, vocab].
+        k: at most vocab.
+
+    Returns:
+        ids: [n, k] int64, best first, equal logits by lower id.
+        logprobs: [n, k] fp32 (fp64 for fp64 logits), at least -9999.
+    """
+    logits = logits.to(accumulation_dtype(logits))
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return ids[:, :k], (ordered[:, :k] - _log_normaliser(logits)).clamp_min(LOGPROB_FLOOR)
+
+
+# 0: see sample; likewise for an accept test whose two sides are equal to fp64 rounding.
+@op(tolerance=0.0)
+def verify(
+    target_logits: Tensor,
+    draft_ids: Tensor,
+    draft_logits: Tensor | None,
+    draft_lens: Tensor,
+    rows: SamplingRows,
+    anchor_positions: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact speculative sampling: the emitted tokens have the law of :func:`sample`, whatever the drafts.
+
+    Draft j is accepted with probability min(1, p(x_j) / q(x_j)); after the first rejection a token is drawn from max(p - q,
+    0), after none from the row behind the last draft.  A greedy row accepts what equals its best token.  A draft that bias,
+    mask or filters rule out has p = 0 and is rejected like any other; cutting it off beforehand would bias the law.
+
+    Args:
+        target_logits: [num_logits, vocab] packed rows as the model made them; rows behind the last request are ignored.
+        draft_ids: [num_requests, width] int; -1 = no draft: never accepted, and the row's token is drawn from p itself.
+        draft_logits: [num_requests, width, vocab] exactly as :func:`markov_step` returned them in mode ``sampled``; None if
+            the drafts were chosen in mode ``argmax``, a deterministic function of the past (q one-hot).
+        draft_lens: [num_requests] int, drafts that were verified, 0..width; -1 for a padding request, which owns no rows.
+        rows: one row of parameters for each *request*.
+        anchor_positions: [num_requests] int.
+        bias, mask: as in :func:`process_logits`, packed like target_logits and evaluated as if the drafts before had been
+            emitted.
+
+    Returns:
+        num_accepted: [num_requests] int64.
+        emitted: [num_requests, width + 1] int64: the accepted drafts, one more token, then -1.
+
+    Source: dspark.md §3.3, §3.4; streams A and E of §7.3.
+    """
+    draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
+    width, num_logits = draft_ids.shape[1], target_logits.shape[0]
+    packing = _pack(draft_lens, width, num_logits)
+    processed = _process(target_logits, rows.take(packing.owners), bias, mask)
+    best = _best(processed)
+    log_p = _log_softmax(processed.double())
+
+    slots = torch.arange(width, device=draft_ids.device)
+    known_ids = draft_ids.clamp_min(0)
+    log_ratio = log_p[packing.tests, known_ids]
+    log_q: Tensor | None = None
+    if draft_logits is not None:
+        temperature = torch.where(rows.greedy, 1.0, rows.temperature)[:, None, None]
+        log_q = _log_softmax(draft_logits.double() / temperature)
+        log_ratio = log_ratio - log_q.gather(-1, known_ids[..., None])[..., 0]
+    positions = anchor_positions[:, None] + 1 + slots
+    bits = noise_bits(rows.seeds[:, None], positions, ACCEPT_STREAM, 0, torch.zeros_like(slots))
+    passes = torch.log(uniform_noise(bits)) < log_ratio
+    passes = torch.where(rows.greedy[:, None], known_ids == best[packing.tests], passes)
+    offered = (slots < draft_lens[:, None]) & (draft_ids >= 0)
+    num_accepted = _leading(passes & offered)
+
+    last = packing.row(num_accepted)
+    weights = processed[last].double()
+    if width > 0:
+        failed = num_accepted.clamp_max(width - 1)[:, None]
+        rejected = (num_accepted < draft_lens) & (draft_ids.gather(-1, failed)[:, 0] >= 0)
+        if log_q is None:
+            q = torch.zeros_like(weights).scatter_(-1, known_ids.gather(-1, failed), 1.0)
+        else:
+            q = torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, log_q.shape[-1]))[:, 0])
+        weights = _emission_weights(weights, q, rejected)
+    drawn = _draw(weights, rows, anchor_positions + 1 + num_accepted)
+    token = torch.where(rows.greedy, best[last], drawn)
+    return num_accepted, _emit(num_accepted, token, draft_ids, draft_lens)
+
+
+# 0: see sample.
+@op(tolerance=0.0)
+def verify_coupled(
+    target_logits: Tensor,
+    draft_ids: Tensor,
+    draft_lens: Tensor,
+    rows: SamplingRows,
+    anchor_positions: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Verification after which drafted text equals plain text token by token, not only in law.
+
+    Every row draws its token exactly as :func:`sample` would; a draft is accepted iff it is that token.  The text is thus a
+    function of seed and target alone, for any draft and any number of them.  Drafts in mode ``coupled`` agree with it most
+    often, a little less often than :func:`verify` accepts.
+
+    Args and returns: as :func:`verify`, without draft logits.
+
+    Source: dspark.md §7.5.
+    """
+    draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
+    width, num_logits = draft_ids.shape[1], target_logits.shape[0]
+    packing = _pack(draft_lens, width, num_logits)
+    by_row = rows.take(packing.owners)
+    offsets = torch.arange(num_logits, device=draft_ids.device) - packing.starts[packing.owners]
+    positions = anchor_positions[packing.owners] + 1 + offsets
+    tokens = _draw(_process(target_logits, by_row, bias, mask), by_row, positions)
+
+    slots = torch.arange(width, device=draft_ids.device)
+    offered = (slots < draft_lens[:, None]) & (draft_ids >= 0)
+    num_accepted = _leading((draft_ids == tokens[packing.tests]) & offered)
+    return num_accepted, _emit(num_accepted, tokens[packing.row(num_accepted)], draft_ids, draft_lens)
+
+
+# 1e-5: fp32 sums over rank 256 and over width 5376.
+@op(tolerance=1e-5)
+def markov_step(
+    base_logits: Tensor,
+    prev: Tensor,
+    embed: Tensor,
+    head: Tensor,
+    hidden: Tensor,
+    confidence_weight: Tensor,
+    rows: SamplingRows,
+    anchor_positions: Tensor,
+    draft_idx: int,
+    mode: DraftMode,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose draft k given the token before it, and say how likely a draft is to survive there.
+
+    z = U + W2 W1[prev]; the draft is the best of z for greedy rows and in mode ``argmax``, else a draw from softmax(z / T).
+    No filter, bias or mask applies: they are not needed for exactness.  The confidence does not look at the draft itself,
+    which :func:`schedule_lengths` relies on.
+
+    Args:
+        base_logits: [num_rows, vocab] of slot k.
+        prev: [num_rows] int: the anchor for k = 1, else draft k-1.
+        embed: [vocab, rank], W1.
+        head: [vocab, rank], W2; given in the accumulation dtype it is not copied.
+        hidden: [num_rows, hidden_size] drafter output of slot k *before* its final norm.
+        confidence_weight: [1, hidden_size + rank].
+        rows: one row of parameters for each row.
+        anchor_positions: [num_rows] int.
+        draft_idx: k, from 1.
+        mode: see :data:`DraftMode`.
+
+    Returns:
+        draft_ids: [num_rows] int64, equal scores by lower id.
+        logits: [num_rows, vocab] fp32 (fp64 for fp64 logits): z, before the temperature.  What :func:`verify` gets must be
+            these numbers, not rounded.
+        confidence: [num_rows] same dtype, in [0, 1]: probability that draft k is accepted given that those before it are.
+
+    Source: dspark.md §1.6, §3.1; stream D of §7.3.
+    """
+    dtype = accumulation_dtype(base_logits)
+    token = embed[prev].to(dtype)
+    logits = base_logits.to(dtype) + matmul_rows(token, head.to(dtype))
+    features = torch.cat([hidden.to(dtype), token], dim=-1)
+    confidence = sigmoid(_row_sum(features * confidence_weight.to(dtype)))
+    if mode == "argmax":
+        return _best(logits), logits, confidence
+    stream, round_key = (EMIT_STREAM, 0) if mode == "coupled" else (DRAFT_STREAM, draft_idx)
+    temperature = torch.where(rows.greedy, 1.0, rows.temperature)[:, None]
+    drafts = _draw(logits.double() / temperature, rows, anchor_positions + draft_idx, stream, round_key)
+    return drafts, logits, confidence
+
+
+# 0: products are taken left to right in fp32 and lengths are integers.
+@op(tolerance=0.0)
+def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) -> Tensor:
+    """Spread a budget of drafts over the requests where they are most likely to survive.
+
+    Survival a_j = c_1 ... c_j.  The ``budget`` largest survivals among the positions within the caps are verified; equal ones
+    by smaller j, then by smaller row.  As a_j never grows with j, each request's share is a prefix.
+
+    Invariant: whether draft k is verified depends on the confidences of that request up to k only, i.e. on its drafts before
+    k, and on other requests.  This keeps :func:`verify` exact *provided budget and caps do not depend on these confidences or
+    drafts*: take the budget from an older round, the caps from what is decided.
+
+    Args:
+        confidences: [num_requests, width] float; NaN and infinities count as 0, other values are clamped to [0, 1].
+        budget: total number of drafts, an int or an int tensor of one element; may exceed what the caps admit.
+        caps: [num_requests] int, at most this many drafts of the request; 0 or less for none.
+
+    Returns:
+        [num_requests] int64 with sum min(budget, sum(clamp(caps, 0, width))).
+
+    Source: dspark.md §4.4, §4.5, §4.7.
+    """
+    width = confidences.shape[1]
+    # [width, num_requests]: with j outside and the request inside, a stable sort settles ties as promised.
+    survival = torch.where(torch.isfinite(confidences), confidences, 0.0).float().clamp(0.0, 1.0).t().contiguous()
+    for slot in range(1, width):  # not cumprod, whose order of products is the device's choice
+        survival[slot] *= survival[slot - 1]
+    allowed = torch.arange(width, device=caps.device)[:, None] < caps
+    order = torch.sort(torch.where(allowed, survival, -1.0).flatten(), descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return ((rank < budget).view_as(allowed) & allowed).sum(0)

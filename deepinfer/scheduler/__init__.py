@@ -1,0 +1,1 @@
+"""Decides each step.  No tensors, no clock, no sleeping."""

@@ -1,0 +1,252 @@
+"""Text to token ids and back, for byte-level BPE vocabularies stored as ``tokenizer.json``.
+
+Owns the vocabulary: spellings, the bytes each id stands for, and the classes that Engram hashes instead of ids.  The library
+``tokenizers`` splits text into ids.  The way back is a table of bytes per id: a whole answer and one streamed token by token
+then give the same text, also where a character is split over tokens or the bytes are no valid UTF-8.  (The library's own
+stream decoder holds invalid bytes back until a valid character follows, and never gives out what is left at the end.)
+
+Invariant: text given to :meth:`Tokenizer.encode` never yields the id of an added token, whatever the text spells; such ids
+enter a prompt only through :meth:`Tokenizer.special`.
+
+Place in the flow: used by what turns requests into ids and, once at load, by the model for the compression map.  No torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from deepinfer.errors import ConfigError, RequestError
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+PAD = "<｜▁pad▁｜>"
+IMAGE = "<｜deepseek_image｜>"
+
+_NUM_BYTES = 256
+_BLANKS = re.compile("[ \t\r\n]+")
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Turns the ids of one answer into text as they arrive.
+
+    Invariant: what all :meth:`push` calls and one :meth:`finish` return, joined, equals ``Tokenizer.decode`` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Add one id and return the text that is now certain; "" while a character is incomplete.
+
+        Raises:
+            RequestError: the id is not in the vocabulary.
+        """
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """Return what an unfinished character at the end decodes to: "" or U+FFFD.  The stream is empty afterwards."""
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return rest
+
+
+class Tokenizer:
+    """One model's vocabulary, made from the text of a ``tokenizer.json``.
+
+    Attributes:
+        vocab_size: number of ids; ids are 0 .. vocab_size - 1 without gaps.
+        bos_id: id that begins every prompt.
+        eos_id: id that ends an answer.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Read a vocabulary from the JSON text of a ``tokenizer.json``.
+
+        Raises:
+            ConfigError: the text is not a byte-level tokenizer with gapless ids and the begin and end tokens.
+        """
+        self._source = source
+        self._library = _build(source)
+        self._added: dict[str, int] = {
+            token.content: token_id for token_id, token in self._library.get_added_tokens_decoder().items()
+        }
+        ids = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(ids)
+        self._spellings = sorted(ids, key=ids.__getitem__)
+        if [ids[spelling] for spelling in self._spellings] != list(range(self.vocab_size)):
+            raise ConfigError(
+                f"the tokenizer's {self.vocab_size} ids are not 0 to {self.vocab_size - 1}; "
+                "every id needs exactly one spelling: use the tokenizer.json that came with the checkpoint"
+            )
+        self._bytes = self._table_of_bytes()
+        self.bos_id = self.special(BOS)
+        self.eos_id = self.special(EOS)
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` of a model directory.
+
+        Raises:
+            ConfigError: the file is missing, unreadable or not a usable tokenizer.
+        """
+        path = model_dir / "tokenizer.json"
+        try:
+            return cls(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; give a complete model directory") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the tokenizer {path} is not UTF-8 text; copy the file again") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; nothing is added, and spellings of special tokens are ordinary characters.
+
+        Raises:
+            RequestError: the text holds a lone surrogate, which no byte sequence encodes.
+        """
+        try:
+            text.encode()  # the library's own error for such text is a TypeError that explains nothing
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text holds a lone surrogate at character {error.start}; send valid Unicode") from error
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens spelled out; bytes that are no valid UTF-8 become U+FFFD.
+
+        Raises:
+            RequestError: an id is not in the vocabulary.
+        """
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def stream(self) -> TextStream:
+        """Start decoding one answer token by token."""
+        return TextStream(self)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes an id stands for; a special token stands for its spelling in UTF-8.
+
+        Raises:
+            RequestError: the id is not in the vocabulary.
+        """
+        if not 0 <= token_id < self.vocab_size:
+            raise RequestError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}; send ids below that")
+        return self._bytes[token_id]
+
+    def special(self, spelling: str) -> int:
+        """Id of an added token.
+
+        Raises:
+            ConfigError: the vocabulary has no added token of this spelling.
+        """
+        if spelling not in self._added:
+            raise ConfigError(
+                f"the tokenizer has no special token {spelling!r}; use the tokenizer.json that came with the checkpoint"
+            )
+        return self._added[spelling]
+
+    def compression_map(self) -> npt.NDArray[np.int32]:
+        """The class of every id for Engram's hashes: ids whose texts differ only in case, accents or blanks share one.
+
+        The key of an id is its text in NFKC, then NFD, without marks, in lower case, with every run of blanks made one space
+        and no white space at the ends.  A text of one space stays; one that this would empty (marks or white space only) is
+        its own key; where the bytes are no complete text, the key is the vocabulary entry.
+
+        Returns:
+            [vocab_size] int32; classes are numbered from 0 in the order in which they first appear.
+
+        Source: the published compressed vocabulary size, 99,092 classes for the 129,280 ids of the V4 tokenizer, which only
+        this rule meets.  Cost: one pass over the vocabulary in Python.
+        """
+        classes: dict[str, int] = {}
+        numbered = [classes.setdefault(self._class_key(token_id), len(classes)) for token_id in range(self.vocab_size)]
+        return np.array(numbered, dtype=np.int32)
+
+    def save(self, path: Path) -> None:
+        """Write the ``tokenizer.json`` this vocabulary was made from to the file ``path``."""
+        path.write_text(self._source, encoding="utf-8")
+
+    def _table_of_bytes(self) -> list[bytes]:
+        """Bytes of every id: an added token's UTF-8 spelling, or the bytes that an entry's characters stand for."""
+        byte_of = {spelling: byte for byte, spelling in enumerate(byte_spellings())}
+        try:
+            return [
+                spelling.encode() if spelling in self._added else bytes(map(byte_of.__getitem__, spelling))
+                for spelling in self._spellings
+            ]
+        except KeyError as error:
+            raise ConfigError(
+                f"a vocabulary entry holds {error.args[0]!r}, which stands for no byte; give a byte-level tokenizer.json"
+            ) from error
+
+    def _class_key(self, token_id: int) -> str:
+        """What the ids of one class have in common; see :meth:`compression_map`."""
+        text = self._bytes[token_id].decode("utf-8", "replace")
+        if _REPLACEMENT in text:
+            return self._spellings[token_id]
+        decomposed = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+        bare = "".join(char for char in decomposed if not unicodedata.category(char).startswith("M"))
+        folded = _BLANKS.sub(" ", bare.lower())
+        return folded if folded == " " else folded.strip() or text
+
+
+def byte_spellings() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary, indexed by the byte.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
+    return [chr(byte if byte in printable else _NUM_BYTES + others.index(byte)) for byte in range(_NUM_BYTES)]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer of the ``nano`` model: one id a byte, no merges, and the special tokens that prompts are made of.
+
+    Ids 0 to 2 begin, end and pad; 3 to 258 are the bytes in order; 259 to 265 mark turns, thinking and tool calls; 266 to 269
+    are reserved; 270 is the image token and 271 the drafter's noise token.
+    """
+    head = [BOS, EOS, PAD]
+    marks = ["<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<think>", "</think>", "｜DSML｜"]
+    reserved = [f"<｜place▁holder▁no▁{number}｜>" for number in range(4)]
+    tail = [*marks, *reserved, IMAGE, "<｜dspark_noise｜>"]
+    spellings = [*head, *byte_spellings(), *tail]
+    made = tokenizers.Tokenizer(models.BPE(vocab={spelling: index for index, spelling in enumerate(spellings)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(spelling, normalized=False, special=True) for spelling in [*head, *tail]])
+    return Tokenizer(made.to_str(pretty=True))
+
+
+def _build(source: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer for ``source``, set so that it never finds an added token in text.
+
+    The library ignores added tokens in text only if they are marked special, and published files leave the marks of turns and
+    thinking unmarked; so all are marked here.  Saving and decoding do not see this change.
+    """
+    try:
+        description: dict[str, Any] = json.loads(source)
+        if description["decoder"]["type"] != "ByteLevel":
+            raise ConfigError(f"the tokenizer's decoder is {description['decoder']['type']}; give a byte-level tokenizer.json")
+        for token in description["added_tokens"]:
+            token["special"] = True
+        library = tokenizers.Tokenizer.from_str(json.dumps(description))
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception for a malformed description
+        raise ConfigError(f"the tokenizer description cannot be read: {error!r}; copy tokenizer.json again") from error
+    library.encode_special_tokens = True
+    library.no_truncation()
+    library.no_padding()
+    return library

@@ -1,0 +1,208 @@
+"""The offline interface on nano: what comes back, and that nothing a caller gets wrong harms anything."""
+
+import io
+
+import pytest
+from PIL import Image
+
+from deepinfer import LLM, SamplingParams
+from deepinfer.errors import ConfigError, ContextTooLong, RequestError
+from deepinfer.request import FinishReason
+from deepinfer.tokenizer import IMAGE
+
+PROMPTS = ["The engine", "x", "A longer prompt that is cut into chunks when the token budget of a step is small. " * 3]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("nano", device="cpu", progress=False, max_num_seqs=4, max_model_len=512)
+
+
+def greedy(**given):
+    return SamplingParams(temperature=0, **{"max_tokens": 6, "ignore_eos": True, **given})
+
+
+def token_ids(llm, prompts, params, **given):
+    records = llm.generate_records(prompts, params, use_tqdm=False, **given)
+    return [[each.token_id for each in one] for one in records]
+
+
+def assert_everything_returned(llm):
+    scheduler = llm._core.scheduler
+    scheduler.check()
+    assert scheduler.is_idle
+    assert scheduler.pages.num_held == scheduler.slots.num_held == len(llm._core._worker._rows) == 0
+
+
+def test_results_come_in_the_order_of_prompts_and_match_each_alone(llm):
+    params = [greedy(max_tokens=count) for count in (9, 3, 5)]
+    together = token_ids(llm, PROMPTS, params)
+    assert [len(each) for each in together] == [9, 3, 5]
+    assert together == [token_ids(llm, [prompt], each)[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert_everything_returned(llm)
+
+
+def test_more_requests_than_slots_all_end(llm):
+    results = token_ids(llm, PROMPTS * 4, greedy())
+    assert results == token_ids(llm, PROMPTS, greedy()) * 4
+
+
+def test_small_step_budget_changes_nothing(llm):
+    small = LLM(
+        "nano", device="cpu", progress=False, max_num_seqs=2, max_model_len=512, max_num_batched_tokens=7, tokens_per_block=16
+    )
+    params = SamplingParams(seq_seed=5, max_tokens=8, ignore_eos=True, top_k=40, top_p=0.9)
+    assert token_ids(small, PROMPTS, params) == token_ids(llm, PROMPTS, params)
+
+
+def test_same_seed_repeats_and_other_seeds_differ(llm):
+    first = token_ids(llm, ["seed"], SamplingParams(seq_seed=1, max_tokens=24, ignore_eos=True))
+    assert first == token_ids(llm, ["seed"], SamplingParams(seq_seed=1, max_tokens=24, ignore_eos=True))
+    assert first != token_ids(llm, ["seed"], SamplingParams(seq_seed=2, max_tokens=24, ignore_eos=True))
+
+
+def test_texts_are_what_the_tokens_spell(llm):
+    (text,) = llm.generate("spell", greedy(), use_tqdm=False)
+    (records,) = llm.generate_records("spell", greedy(), use_tqdm=False)
+    assert text == llm.get_tokenizer().decode([each.token_id for each in records])
+
+
+def test_prompt_ids_equal_the_prompt_they_came_from(llm):
+    ids = llm.prompt_ids(PROMPTS[0])
+    assert token_ids(llm, None, greedy(), prompt_token_ids=[ids]) == token_ids(llm, PROMPTS[:1], greedy())
+
+
+def test_top_logprobs_start_with_the_greedy_token(llm):
+    (records,) = llm.generate_records("x", greedy(top_logprobs=3), use_tqdm=False)
+    for each in records:
+        assert each.top_token_ids[0] == each.token_id
+        assert each.top_logprobs[0] == pytest.approx(each.token_logprobs)
+        assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
+
+
+def test_end_token_stops_unless_ignored_or_held_back(llm):
+    (records,) = llm.generate_records("x", greedy(max_tokens=1, top_logprobs=0), use_tqdm=False)
+    core = llm._core
+    original = core.limits.eos_token_id
+    object.__setattr__(core.limits, "eos_token_id", records[0].token_id)
+    try:
+        (stopped,) = llm.generate_records("x", greedy(ignore_eos=False), use_tqdm=False)
+        (ignored,) = llm.generate_records("x", greedy(), use_tqdm=False)
+    finally:
+        object.__setattr__(core.limits, "eos_token_id", original)
+    assert (len(stopped), stopped[0].finish_reason) == (1, FinishReason.STOP)
+    assert (len(ignored), ignored[-1].finish_reason) == (6, FinishReason.LENGTH)
+
+
+def test_context_limit_ends_a_request(llm):
+    ids = [5] * 510
+    (records,) = llm.generate_records(prompt_token_ids=[ids], sampling_params=greedy(), use_tqdm=False)
+    assert (len(records), records[-1].finish_reason) == (2, FinishReason.LENGTH)
+
+
+def png(width, height, color):
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_images_reach_the_model(llm):
+    prompt = f"look: {IMAGE} done"
+    red, blue = ({"image_bytes": [png(120, 90, color)]} for color in ("red", "blue"))
+    outputs = llm.generate_records([prompt, prompt], greedy(top_logprobs=1), use_tqdm=False, multi_modal_data=[red, blue])
+    assert outputs[0][0].prompt_len > 1 + len("look:  done") + 2  # more than the two delimiters
+    assert outputs[0][0].top_logprobs != outputs[1][0].top_logprobs
+    assert_everything_returned(llm)
+
+
+def test_streaming_gives_the_same_tokens_and_closing_ends_the_request(llm):
+    streamed = [each.token_id for each in llm.stream("stream", greedy())]
+    assert [streamed] == token_ids(llm, ["stream"], greedy())
+    stream = llm.stream("stream", greedy())
+    next(stream)
+    stream.close()
+    assert_everything_returned(llm)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({}, RequestError, "give one of them"),
+        ({"prompt_token_ids": [[]]}, RequestError, "prompt is empty"),
+        ({"prompt_token_ids": [[3, 999]]}, RequestError, "token id 999 at position 1"),
+        ({"prompt_token_ids": [[3.5]]}, RequestError, "not a whole number"),
+        ({"prompt_token_ids": ["text"]}, RequestError, "text goes to prompts"),
+        ({"prompt_token_ids": [[5] * 512]}, ContextTooLong, "512 tokens leaves no room"),
+        ({"prompts": [b"bytes"]}, RequestError, "prompts are strings"),
+        ({"prompts": ["a", "b"], "prompt_token_ids": [[3]]}, RequestError, "2 prompts and 1"),
+        ({"prompts": ["a"], "sampling_params": []}, RequestError, "0 sampling_params for 1"),
+        ({"prompts": ["a"], "multi_modal_data": [{"image_bytes": [b"x"]}]}, RequestError, "0 image placeholder"),
+        ({"prompts": [IMAGE], "multi_modal_data": [{"image_bytes": [b"x"]}]}, RequestError, "cannot be decoded"),
+        ({"prompts": ["a"], "multi_modal_data": [{"audio": 1}]}, RequestError, "multi_modal_data has audio"),
+        ({"prompt_token_ids": [[270]]}, RequestError, "1 image placeholder"),
+    ],
+)
+def test_bad_prompts_say_what_is_wrong(llm, given, error, says):
+    with pytest.raises(error, match=says):
+        llm.generate(use_tqdm=False, **given)
+    assert_everything_returned(llm)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "not finite"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"max_tokens": -1}, "max_tokens=-1"),
+        ({"top_logprobs": 1001}, "top_logprobs=1001"),
+        ({"first_n_token_no_eos": -1}, "first_n_token_no_eos=-1"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes'"),
+        ({"seq_seed": 1.5}, "seq_seed=1.5"),
+        ({"so_args": {"regex": "a"}}, "structured outputs"),
+        ({"prompt_logprobs": True}, "log-probabilities of the prompt"),
+        ({"golden_token_ids": [1]}, "forced outputs"),
+    ],
+)
+def test_bad_sampling_values_say_what_is_wrong(given, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**given)
+
+
+def test_zero_max_tokens_counts_as_one_and_seeds_are_64_bits():
+    params = SamplingParams(max_tokens=0, seq_seed=2**64 + 7)
+    assert (params.max_tokens, params.seq_seed) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"model": "no/such/place"}, "neither a directory nor a known name"),
+        ({"max_model_len": 10**9}, "exceeds the model's 65536 positions"),
+        ({"max_model_len": 1}, "at least 2"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 2}, "cannot hold one token of each"),
+        ({"max_num_sequences": 4}, "did you mean max_num_seqs"),
+        ({"expert_parallel_size": 8}, "expert_parallel_size=8 is not supported"),
+        ({"tokens_per_block": 3}, "even number"),
+        ({"load_format": "fast"}, "must be one of auto, dummy"),
+        ({"device": "tpu"}, "device"),
+        ({"max_num_seqs": 200_000, "max_num_batched_tokens": 200_000}, "cannot hold one request"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
+    ],
+)
+def test_bad_settings_say_what_is_wrong(given, says):
+    with pytest.raises(ConfigError, match=says):
+        LLM(**{"model": "nano", "device": "cpu", "progress": False, **given})
+
+
+def test_a_closed_model_says_so():
+    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=1, max_model_len=32)
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("x")

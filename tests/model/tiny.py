@@ -1,0 +1,227 @@
+"""Small models with hashed weights, test backends for looking inside, and requests that run through them in any order."""
+
+import functools
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from deepinfer.config import named_config
+from deepinfer.kv.cache import KVCache
+from deepinfer.kv.layout import KVLayout, RecordSizes
+from deepinfer.model.flash import Flash
+from deepinfer.model.inputs import StepInputs
+from deepinfer.model.weights import hashed_tensors
+from deepinfer.ops import op, quant
+from deepinfer.step import Chunk, StepPlan
+
+PAGE_TOKENS = 16
+"""So that short contexts cross pages."""
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def weights(name):
+    return dict(hashed_tensors(named_config(name)))
+
+
+@functools.cache
+def model(name, device=CPU, *, exact):
+    """The network ``name`` (golden or nano) with hashed weights; compressed ids are ids modulo their number."""
+    config = named_config(name)
+    compression = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    return Flash(config, weights(name), compression, device=device, exact=exact)
+
+
+def new_cache(network, *, num_pages, num_slots, records=None):
+    records = records or RecordSizes.of(network.config, exact=network.dtype == torch.float64)
+    layout = KVLayout(network.config, page_tokens=PAGE_TOKENS, records=records)
+    return KVCache(layout, num_pages=num_pages, num_slots=num_slots, device=network.device)
+
+
+def fill_with_garbage(cache, rng):
+    """Random bytes wherever a request will read or write: among them every NaN of every format."""
+    config, layout = cache.layout.config, cache.layout
+    views = [cache.lookback()]
+    for layer in layout.stores:
+        store = cache.index(layer)
+        views += [cache.main(layer), store.values, store.scales]
+    views += [cache.window(layer) for layer in range(config.num_hidden_layers)]
+    views += [cache.compressor(layer) for layer in layout.compressors]
+    for view in views:
+        noise = torch.from_numpy(rng.integers(0, 256, view.numel() * view.element_size(), dtype=np.uint8))
+        view.copy_(noise.view(view.dtype).view(view.shape))
+
+
+# ------------------------------------------------------------------------------------------------------------ test backends
+
+
+@contextmanager
+def bound(bodies):
+    """Bind a backend that consists of ``bodies`` (operator -> body) and of the reference for all other operators."""
+    for each in op.registered().values():
+        each.implement("test")(bodies.get(each, each.reference))
+    op.bind("test")
+    try:
+        yield
+    finally:
+        op.bind(op.REFERENCE)
+        for each in op.registered().values():
+            del each.implementations["test"]
+
+
+def recording(operators, calls):
+    """Bodies that append (arguments, result) to ``calls[operator]`` and otherwise are the reference."""
+
+    def body_of(operator):
+        def body(*args):
+            result = operator.reference(*args)
+            calls.setdefault(operator, []).append((args, result))
+            return result
+
+        return body
+
+    return {operator: body_of(operator) for operator in operators}
+
+
+def _to_bytes(x):
+    return x.contiguous().view(torch.uint8)
+
+
+def _from_bytes(records, width, dtype):
+    return records.contiguous().view(torch.float64)
+
+
+UNQUANTISED = {
+    quant.round_mxfp8: lambda x: x,
+    quant.round_mxfp4: lambda x: x,
+    **dict.fromkeys((quant.encode_window, quant.encode_main, quant.encode_index), _to_bytes),
+    **dict.fromkeys((quant.decode_window, quant.decode_main, quant.decode_index), _from_bytes),
+}
+"""Bodies that leave activations, queries and cache records as they are; weights stay quantised."""
+
+
+def unquantised_records(config):
+    """Sizes of records that hold fp64 numbers."""
+    width = config.head_dim * 8
+    return RecordSizes(window=width, main=width, index_values=config.index_head_dim * 8, index_scales=0, compressor_element=8)
+
+
+# ----------------------------------------------------------------------------------------------------------------- requests
+
+
+class Prompt:
+    """Token ids and the embeddings of their image positions."""
+
+    def __init__(self, token_ids, image_features=None):
+        self.token_ids = np.asarray(token_ids, dtype=np.int32)
+        self.image_features = image_features
+
+    def __len__(self):
+        return len(self.token_ids)
+
+
+def text(network, rng, length):
+    """Random text; no image positions."""
+    config = network.config
+    ids = rng.integers(0, config.vocab_size - 1, length)
+    return Prompt(np.where(ids == config.image_token_id, 0, ids))
+
+
+def text_with_images(network, rng, length):
+    """Random text in which spans of random lengths are images."""
+    ids = text(network, rng, length).token_ids
+    end = 0
+    while end < length:
+        first = end + int(rng.integers(0, 12))
+        end = first + int(rng.integers(1, 12))
+        ids[first:end] = network.config.image_token_id
+    count = int((ids == network.config.image_token_id).sum())
+    features = torch.from_numpy(rng.standard_normal((count, network.config.hidden_size)))
+    return Prompt(ids, features.to(network.device, network.dtype))
+
+
+class Batch:
+    """Requests on one cache; each step computes as many tokens of each as it is told."""
+
+    def __init__(self, network, cache, rng=None):
+        """``rng`` hands out pages and slots in random order; without it they come in order."""
+        self.network = network
+        self.cache = cache
+        shuffled = np.arange if rng is None else lambda first, last: rng.permutation(np.arange(first, last))
+        self._pages = list(shuffled(1, cache.num_pages))
+        self._slots = list(shuffled(1, cache.num_slots))
+        self._held = {}
+        self.done = {}
+        self.logits = {}
+
+    def add(self, name, prompt):
+        pages = [self._pages.pop(0) for _ in range(self.cache.layout.pages_for(len(prompt)))]
+        self._held[name] = prompt, self._slots.pop(0), pages
+        self.done[name] = 0
+        self.logits[name] = []
+
+    def remove(self, name):
+        """Give a request's memory back, as it is; returns the logits of all its positions."""
+        _, slot, pages = self._held.pop(name)
+        self._pages += pages
+        self._slots.append(slot)
+        del self.done[name]
+        return torch.cat(self.logits.pop(name))
+
+    def left(self, name):
+        return len(self._held[name][0]) - self.done[name]
+
+    def step(self, counts):
+        """Compute the next tokens: request -> how many, in the order of their rows."""
+        image_token_id = self.network.config.image_token_id
+        chunks, features = [], {}
+        for name, count in counts.items():
+            prompt, slot, pages = self._held[name]
+            start, end = self.done[name], self.done[name] + count
+            chunks.append(
+                Chunk(
+                    request_id=name,
+                    slot=int(slot),
+                    start=start,
+                    token_ids=prompt.token_ids[start:end],
+                    page_ids=tuple(map(int, pages[: self.cache.layout.pages_for(end)])),
+                    num_image_before=int((prompt.token_ids[:start] == image_token_id).sum()),
+                    num_logits=count,
+                )
+            )
+            features[name] = prompt.image_features
+            self.done[name] = end
+        inputs = StepInputs.build(
+            StepPlan(chunks=tuple(chunks)),
+            config=self.network.config,
+            layout=self.cache.layout,
+            device=self.network.device,
+            image_features=features,
+        )
+        logits = self.network.forward(inputs, self.cache)
+        for name, part in zip(counts, logits.split(list(counts.values())), strict=True):
+            self.logits[name].append(part)
+
+
+def whole(network, prompt):
+    """Logits of all positions [num_tokens, vocab_size], in one step, alone, on clean memory."""
+    return in_chunks(network, prompt, [len(prompt)])
+
+
+def in_chunks(network, prompt, sizes):
+    """The same, step by step."""
+    batch = Batch(network, new_cache(network, num_pages=2 + len(prompt) // PAGE_TOKENS, num_slots=2))
+    batch.add("alone", prompt)
+    for size in sizes:
+        batch.step({"alone": size})
+    return batch.remove("alone")
+
+
+def ragged(rng, length, largest):
+    """Random chunk sizes that sum up to ``length``."""
+    sizes = []
+    while length:
+        sizes.append(min(length, int(rng.integers(1, largest + 1))))
+        length -= sizes[-1]
+    return sizes
