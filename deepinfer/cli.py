@@ -241,6 +241,29 @@ def inspect(model: str, requests: int, context: int, gpu_gib: float) -> None:
 
 
 @main.group()
+def check() -> None:
+    """Check that this model, on this machine, keeps its promises."""
+
+
+@check.command()
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--keep", type=click.IntRange(1), default=140, show_default=True, help="Tokens that the decoder half keeps.")
+@click.option("--max-tokens", type=click.IntRange(512), default=2048, show_default=True, help="Length of the texts of level 3.")
+def replay(model: str, device: str, keep: int, max_tokens: int) -> None:
+    """Bounded replay: its tables, mask against compact bit for bit, and its distance from the exact run.
+
+    Ends with exit code 1 if something that must hold does not.
+    """
+    from deepinfer.bench.replay import check_replay
+
+    table, is_ok = check_replay(model, device=device, keep=keep, max_tokens=max_tokens)
+    click.echo(table)
+    if not is_ok:
+        sys.exit(1)
+
+
+@main.group()
 def bench() -> None:
     """Measure this machine."""
 
@@ -255,6 +278,26 @@ def steps(model: str, device: str, prompt_tokens: int, repeats: int) -> None:
     from deepinfer.bench.steps import run_steps
 
     click.echo(run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats))
+
+
+@bench.command()
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--requests", type=click.IntRange(2), default=64, show_default=True, help="Requests at once.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of either way.")
+def batching(model: str, device: str, requests: int, repeats: int) -> None:
+    """Requests together against one after another."""
+    from deepinfer.bench.batching import run_batching
+
+    click.echo(run_batching(model, device=device, num_requests=requests, repeats=repeats))
+
+
+@bench.command()
+def scheduler() -> None:
+    """Host time of planning: 256 long requests, and hits of a 100k-token prompt.  Needs no model."""
+    from deepinfer.bench.scheduler import run_scheduler
+
+    click.echo(run_scheduler())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 
 MAX_IMAGE_BYTES: Final = 32 << 20
 MAX_IMAGE_SIDE: Final = 8192
-"""Limits of one picture, as the vendor's API has them (api.md §3.9); a decode takes at most 8192² x 3 bytes = 201 MB."""
+"""Limits of one picture, as the vendor's API documents them; a decode takes at most 8192² x 3 bytes = 201 MB."""
 
 _BORDER: Final = (127, 127, 127)
 
@@ -88,7 +88,7 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
     Raises:
         RequestError: a side is not positive.
 
-    Source: model.md §7.1.
+    Source: the published preprocessing; ``min_pixels``, ``max_image_tokens``, ``max_wh_ratio`` of ``vision_config``.
     """
     if width < 1 or height < 1:
         raise RequestError(f"image of {width} x {height} pixels has no content; send a picture of at least 1 x 1")
@@ -120,7 +120,7 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
 def span_roles(plan: ImagePlan) -> tuple[Role, ...]:
     """Roles of the ``plan.span_tokens`` positions of a picture, in sequence order; IMAGE positions are in reading order.
 
-    Source: model.md §7.4.
+    Source: model report, vision section.
     """
     line = (Role.IMAGE,) * plan.tokens_w + (Role.NEWLINE,)
     return (Role.START, *line * plan.tokens_h, Role.END)
@@ -130,7 +130,8 @@ def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int =
     """Decode a PNG, JPEG, WebP or GIF (its first frame) to RGB.
 
     The size in the header is checked before any pixel is decoded, so a small file cannot claim much memory.  Transparency is
-    dropped and EXIF rotation ignored, as Pillow's plain conversion to RGB does (model.md §7.1).
+    dropped and EXIF rotation ignored, as Pillow's plain conversion to RGB does and thus the published
+    preprocessing.
 
     Raises:
         RequestError: not one of these formats, damaged, or over a limit.
@@ -163,7 +164,7 @@ def prepare_pixels(image: Image.Image, plan: ImagePlan) -> NDArray[np.float32]:
     Returns:
         [3, plan.height, plan.width] float32, channels first; (x / 255 - 0.5) / 0.5.
 
-    Source: model.md §7.1, steps 5 and 6.
+    Source: the published preprocessing.
     """
     size = (plan.width, plan.height)
     if plan.stretch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deepinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below it mean greedy decoding."""
@@ -24,6 +24,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    PROMPT_LENGTH_EXCEEDED = "prompt_length_exceeded"
+    INSUFFICIENT = "insufficient_system_resource"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +109,27 @@ class Request:
     """One generation to do.
 
     Attributes:
-        request_id: unique among unfinished requests.
+        request_id: unique among unfinished requests, not empty.
         prompt_token_ids: at least one.
         params: how to sample.
+        priority: the higher is admitted first and preempted last.
+        salt: tenant; requests share cached memory only with requests of the same salt.
+        images: position of a picture's first token -> hash of its content.
+        checkpoints: positions, multiples of a page, at which a chunk of the prompt must end so that state can be saved there.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    salt: bytes = b""
+    images: Mapping[int, bytes] = field(default_factory=dict, hash=False)
+    checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One generated token of a request, or its end without one (abort).
+    """One generated token of a request, or its end without one.
 
     Attributes:
         request_id: whose token.
@@ -129,6 +139,7 @@ class RequestOutput:
         finish_reason: why it ended; None while it goes on.
         num_output_tokens: tokens generated so far, this one included.
         max_num_batched_tokens: the engine's token budget of a step.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed.
         token_logprobs: log-probability of the token before temperature and truncation, floored at -9999.
         top_token_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
         prompt_logprobs, nextn_logprobs, sum_smaller_probs: None; not computed.
@@ -143,6 +154,7 @@ class RequestOutput:
     finish_reason: FinishReason | None
     num_output_tokens: int
     max_num_batched_tokens: int
+    num_cached_tokens: int = 0
     token_logprobs: float | None = None
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
@@ -152,3 +164,7 @@ class RequestOutput:
     draft_tok: int = 0
     accept_tok: int = 0
     confidence_score: None = None
+
+    def clone(self) -> RequestOutput:
+        """The record itself: records are immutable here and live as long as somebody holds them."""
+        return self

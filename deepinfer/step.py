@@ -14,6 +14,9 @@ import numpy.typing as npt
 PENDING = -1
 """In a chunk's ``token_ids``: the token that the step before sampled for the same request, known on the device only."""
 
+PLACEHOLDER = ""
+"""Request id of a chunk that belongs to nobody: one token on page 0 and slot 0, by which an idle rank takes part in a step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -24,7 +27,7 @@ class Chunk:
         slot: state slot of the request.
         start: position of the first token; everything before it is computed already, or was found in the prefix cache.
         token_ids: [num_tokens] int32, at positions start, start + 1, …; the last may be :data:`PENDING`.
-        page_ids: pages of the request in order, covering at least start + num_tokens tokens.
+        page_ids: [num_pages] int32 pages of the request in order, covering at least start + num_tokens tokens.
         num_image_before: image positions of the request before ``start``.
         num_logits: how many of the last tokens need logits.
         window_floor: no window key before this position exists or is visible.
@@ -39,7 +42,7 @@ class Chunk:
     slot: int
     start: int
     token_ids: npt.NDArray[np.int32]
-    page_ids: tuple[int, ...]
+    page_ids: npt.NDArray[np.int32]
     num_image_before: int = 0
     num_logits: int = 0
     window_floor: int = 0

@@ -8,6 +8,8 @@ import pytest
 
 # Before torch is imported: threads that wait spin by default, and two test processes on two cores then slow each other tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are taken by the other processes
 
 # Drawn from the test's name, so that a run can be repeated; no deadline, because machines differ in speed.
 hypothesis.settings.register_profile("deepinfer", derandomize=True, deadline=None)

@@ -65,7 +65,7 @@ def test_written_structure_is_the_published_one():
     assert PUBLISHED["text_config"]["compress_ratios"] == [0, 0] + [2] * 18 + [1] * 20 + [0] * 3
     assert PUBLISHED["text_config"]["rope_scaling"]["type"] == "yarn"
     assert PUBLISHED["vision_config"]["max_wh_ratio"] is None
-    # model.md 2.1 to 2.4: 8, 5, 58 with 5 of rope_scaling, and 11 values
+    # root, quantization_config, text_config, its rope_scaling, vision_config
     assert len(PATHS) == 8 + 5 + 58 + 5 + 11
 
 
@@ -295,14 +295,14 @@ def test_shrunk_published_shape_is_accepted():
     check(dataclasses.replace(small, engram_num_embeddings=heights))
 
 
-def test_published_primes_are_the_table_of_the_specification():
+def test_published_primes_are_the_known_table():
     first = "57 79 81 97 121 129 133 183 189 207 211 253 277 289 307 321 339 381 393 399 403 409 447 463"
     second = "477 487 499 507 511 573 609 627 667 669 693 697 711 729 759 769 781 799 813 819 841 877 879 889"
     expected = tuple(tuple(16_000_000 + int(each) for each in row.split()) for row in (first, second))
     assert engram_primes(named_config("full")) == expected
 
 
-def test_golden_primes_are_the_table_of_the_specification():
+def test_golden_primes_are_the_known_table():
     assert engram_primes(named_config("golden")) == ((67, 71, 73, 79, 83, 89), (97, 101, 103, 107, 109, 113))
 
 

@@ -26,7 +26,7 @@ def encoded(image, kind, **options):
     return buffer.getvalue()
 
 
-# Source: model.md §7.1, checked against the published preprocessing.
+# Source: the published preprocessing.
 @pytest.mark.parametrize(
     ("size", "pixels", "patches", "tokens", "span"),
     [

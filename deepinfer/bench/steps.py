@@ -158,7 +158,7 @@ class _Requests:
                 slot=number + 1,
                 start=self.length,
                 token_ids=self.rng.integers(first_text_id, last_text_id, tokens).astype(np.int32),
-                page_ids=tuple(range(1 + number * self.pages, 1 + (number + 1) * self.pages)),
+                page_ids=np.arange(1 + number * self.pages, 1 + (number + 1) * self.pages, dtype=np.int32),
                 num_logits=1,
             )
             for number in range(self.count)
@@ -180,7 +180,7 @@ def _plans(worker: Worker, count: int, context: int, tokens: int, repeats: int) 
             requests.close()
         return
     requests = _Requests(worker, count, context, 0)
-    worker.run(requests.plan(context))
+    worker.launch(requests.plan(context)).result()
     for _ in range(repeats):
         yield requests.plan(tokens)
     requests.close()
@@ -203,7 +203,8 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
         max_num_batched_tokens=prompt_tokens,
     )
     loaded = load(args)
-    worker, where = loaded.worker, loaded.worker.model.device
+    worker = loaded.core.worker
+    where = worker.model.device
     synchronize = _synchronizer(where)
     ceilings = measure_ceilings(where)
     element_bytes = quant.gemm_dtype(where).itemsize
@@ -223,7 +224,7 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
             seconds = []
             for number, plan in enumerate(_plans(worker, count, context, tokens, repeats + 1)):
                 start = time.perf_counter()
-                worker.run(plan)
+                worker.launch(plan).result()
                 synchronize()
                 if number:  # the first warms up
                     seconds.append(time.perf_counter() - start)
@@ -232,7 +233,7 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
             for plan in _plans(worker, count, context, tokens, 1):
                 clock.seconds.clear()
                 start = time.perf_counter()
-                worker.run(plan)
+                worker.launch(plan).result()
                 total = time.perf_counter() - start
             bind(REFERENCE)
             bar.update()
@@ -262,7 +263,7 @@ def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device
                 f"{median * 1e3:.1f}",
                 f"{low * 1e3:.1f} … {high * 1e3:.1f}",
                 f"{each.floor_seconds * 1e3:.2f}",
-                f"{each.floor_seconds / median:.0%}",
+                f"{each.floor_seconds / median:.1%}",
             ]
         )
     shares = [

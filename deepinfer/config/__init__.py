@@ -1,6 +1,7 @@
 """Frozen settings; the sole reader of ``config.json``, flags and environment.  Imports no torch."""
 
 from deepinfer.config.engine import EngineArgs, cache_dir
+from deepinfer.config.environment import Environment, environment
 from deepinfer.config.file import QUANT_BLOCK, check, config_json, load_config, parse_config
 from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionConfig, engram_primes
 from deepinfer.config.named import NANO_COMPRESSED_VOCAB_SIZE, named_config
@@ -9,6 +10,7 @@ __all__ = [
     "NANO_COMPRESSED_VOCAB_SIZE",
     "QUANT_BLOCK",
     "EngineArgs",
+    "Environment",
     "LayerKind",
     "ModelConfig",
     "RopeScaling",
@@ -17,6 +19,7 @@ __all__ = [
     "check",
     "config_json",
     "engram_primes",
+    "environment",
     "load_config",
     "named_config",
     "parse_config",

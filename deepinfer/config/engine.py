@@ -5,31 +5,39 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from deepinfer.config.environment import ReplayMode, environment
 from deepinfer.errors import ConfigError
 
 LoadFormat = Literal["auto", "dummy"]
+EngineType = Literal["NORMAL", "PROMPT", "COMPLETION"]
 
-_NOT_YET: dict[str, object] = {
-    "trust_remote_code": False,
-    "expert_parallel_size": 1,
-    "context_parallel_size": 1,
-    "data_parallel_size": 1,
-    "revision": None,
-    "tokenizer_revision": None,
+_MAX_MODEL_LEN = 4096
+_TOKENS_PER_BLOCK = 128
+_POOL_SHARE = 0.8
+"""The longest request must fit into this part of the pages, or it would run alone and be preempted by anything."""
+
+_ONLY: dict[str, tuple[object, str]] = {
+    "expert_parallel_size": (1, "one rank holds all experts"),
+    "context_parallel_size": (1, "one rank computes a whole prompt"),
+    "data_parallel_size": (1, "an engine has one rank"),
+    "engram_parallel_size": (1, "one rank holds the n-gram tables"),
+    "engine_rank": (0, "an engine has one rank"),
+    "engine_group_rank": (0, "an engine has one rank"),
+    "engine_type": ("NORMAL", "one engine does prefill and decode"),
+    "lookahead_tokens": (0, "no tokens are reserved ahead"),
+    "revision": (None, "models are local directories"),
+    "tokenizer_revision": (None, "models are local directories"),
 }
-"""Settings of the original engine that have one supported value here."""
-
-_ACCEPTED = ("disable_log_stats", "stop_preempted_request", "offline_inference", "served_model_name")
-"""Settings of the original engine that have nothing to act on: no statistics log, no preemption, no server."""
+"""Settings of the original engine that have one supported value here, and why."""
 
 
 def cache_dir() -> Path:
     """Where files made on first use are kept: ``DEEPINFER_CACHE_DIR``, else ``deepinfer`` in the user's cache."""
-    chosen = os.environ.get("DEEPINFER_CACHE_DIR")
+    chosen = environment().cache_dir
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -38,78 +46,231 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """What an engine is started with.
+    """What an engine is started with; after construction every number is the one that holds.
+
+    Names and defaults are the original engine's up to ``offline_inference``.  Settings for which it has an environment variable
+    take that as their default.
 
     Attributes:
         model: checkpoint directory, or ``nano``.
+        served_model_name: what a server calls the model.
         tokenizer: directory of ``tokenizer.json``; None for the model's own.
-        device: ``auto`` (a CUDA device if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        trust_remote_code: accepted; code of a checkpoint is never run.
         load_format: ``auto`` reads the checkpoint, ``dummy`` makes random weights of its shape.
         seed: of dummy weights.
-        max_model_len: prompt plus output tokens of one request.
-        max_num_seqs: requests running at once.
-        max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
-        tokens_per_block: tokens of a KV page.
+        max_model_len: prompt plus output tokens of one request; None is 4096.
+        data_parallel_size, context_parallel_size, expert_parallel_size, engram_parallel_size: ranks; 0 for the least that fits.
+        engine_rank, engine_group_rank: which of them this is.
         gpu_memory_utilization: share of a GPU's memory that weights and caches may use.
+        max_num_batched_tokens: tokens of one step; 0 or None makes room for the longest prompt, at least 4096.
+        max_num_seqs: requests running at once.
+        disable_log_stats: no log line with rates.
+        stop_preempted_request: end a request that lost its pages instead of computing it again.
+        engine_type: whether it does prefill, decode or both.
+        chunked_prefill: cut prompts that are longer than a step.  False insists that every prompt fits into one; None cuts
+            where ``max_num_batched_tokens`` makes it necessary.  A cut changes no result.
+        ignore_len: tokens from which a prompt is not even looked at.
+        tokens_per_block: tokens of a KV page; -1 is 128.
+        lookahead_tokens: reserved ahead of drafts.
+        offline_inference: accepted; nothing depends on it.
+        revision, tokenizer_revision: of a model on a hub.
+        device: ``auto`` (a CUDA device if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        enable_prefix_cache: keep pages of ended requests and find them again.
+        hit_invariant: replay so much after a cache hit that the result equals a cold run's, bit for bit.
+        decoder_replay: which rows of a prompt the decoder half computes: all (``off``), or the last
+            ``decoder_replay_keep_tokens``, the others being masked (``mask``) or left out (``compact``).
+        decoder_replay_keep_tokens: 140 is usual.
+        asynchronous: plan a step while the one before runs.
+        state_slots_ratio: state slots per running request.
+        max_sum_keys: most keys, summed over the prompts of a step.
+        sync_guard: make waiting for the device between launch and commit an error.
+        logging_interval_steps: steps between two log lines.
+        gc_interval_steps: steps between two runs of the garbage collector in a core process.
+        step_warn_s: a step of more seconds has its stacks logged.
+        step_limit_s: a step of more seconds ends the core process.
     """
 
     model: str
+    served_model_name: str = "deepinfer-model"
     tokenizer: str | None = None
-    device: str = "auto"
+    trust_remote_code: bool = False
     load_format: LoadFormat = "auto"
     seed: int = 0
-    max_model_len: int = 4096
+    max_model_len: int = _MAX_MODEL_LEN
+    data_parallel_size: int = 0
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    engram_parallel_size: int = 0
+    engine_rank: int = 0
+    engine_group_rank: int = 0
+    gpu_memory_utilization: float = 0.90
+    max_num_batched_tokens: int = 0
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    tokens_per_block: int = 128
-    gpu_memory_utilization: float = 0.9
+    disable_log_stats: bool = False
+    stop_preempted_request: bool = True
+    engine_type: EngineType = "NORMAL"
+    chunked_prefill: bool | None = None
+    ignore_len: int = 128 << 20
+    tokens_per_block: int = -1
+    lookahead_tokens: int = 0
+    offline_inference: bool = False
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+
+    device: str = "auto"
+    enable_prefix_cache: bool = True
+    hit_invariant: bool = False
+    decoder_replay: ReplayMode = field(default_factory=lambda: environment().yoco_prefill_truncation_mode)
+    decoder_replay_keep_tokens: int = field(default_factory=lambda: environment().yoco_prefill_keep_tokens)
+    asynchronous: bool = field(default_factory=lambda: environment().zero_overhead_scheduling)
+    state_slots_ratio: float = field(default_factory=lambda: environment().num_state_slots_ratio)
+    max_sum_keys: int = field(default_factory=lambda: environment().prefill_max_sum_seqlen_k)
+    sync_guard: bool = field(default_factory=lambda: not environment().disable_sync_guard)
+    logging_interval_steps: int = field(default_factory=lambda: environment().logging_interval_step)
+    gc_interval_steps: int = field(default_factory=lambda: environment().gc_interval_step)
+    step_warn_s: float = 60.0
+    step_limit_s: float = 600.0
 
     def __post_init__(self) -> None:
-        """Check every value.
+        """Check every value and fill in those that depend on others.
 
         Raises:
             ConfigError: names the setting, its value and what it may be.
         """
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tokens_per_block"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a positive whole number; change it or leave it out")
+        self._fill_in()
+        self._check_values()
+        self._check_together()
+        for name, (value, why) in _ONLY.items():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not supported: in this version {why}; use {value!r} or leave it out"
+                )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+    def _fill_in(self) -> None:
+        for each in dataclasses.fields(self):
+            if getattr(self, each.name) is None and each.default is not None:
+                made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+                if made is not dataclasses.MISSING:
+                    self._set(each.name, made)
+        if self.tokens_per_block == -1:
+            self._set("tokens_per_block", _TOKENS_PER_BLOCK)
+        for name in ("max_model_len", "max_num_seqs", "tokens_per_block", "expert_parallel_size", "context_parallel_size"):
+            _whole(name, getattr(self, name), 1, "a positive whole number")
+        for name in ("max_num_batched_tokens", "data_parallel_size", "engram_parallel_size"):
+            _whole(name, getattr(self, name), 0, "a positive whole number, or 0 to have it chosen")
+        if self.max_num_batched_tokens == 0:
+            per_step = self.max_num_seqs * (1 + environment().use_nextn_decode)
+            self._set("max_num_batched_tokens", max(self.max_model_len, 4096, per_step))
+        if self.chunked_prefill is None:
+            self._set("chunked_prefill", self.max_num_batched_tokens < self.max_model_len)
+        if self.data_parallel_size == 0:
+            self._set("data_parallel_size", max(1, self.expert_parallel_size // self.context_parallel_size))
+        if self.engram_parallel_size == 0:
+            self._set("engram_parallel_size", self.data_parallel_size * self.context_parallel_size)
+
+    def _check_values(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r} is not a name; give a checkpoint's directory, or nano")
         if self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for output; use at least 2")
         if self.tokens_per_block % 2:
             raise ConfigError(
                 f"tokens_per_block={self.tokens_per_block} would split the pairs that the encoder compresses; use an even number"
             )
+        for name in ("engine_rank", "engine_group_rank", "lookahead_tokens", "decoder_replay_keep_tokens"):
+            _whole(name, getattr(self, name), 0, "0 or a positive whole number")
+        for name in ("ignore_len", "max_sum_keys", "logging_interval_steps", "gc_interval_steps"):
+            _whole(name, getattr(self, name), 1, "a positive whole number")
+        _number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, "above 0 and at most 1; 0.9 is usual")
+        _number("state_slots_ratio", self.state_slots_ratio, 1 - 1e-12, float("inf"), "1 or more; 1.2 is usual")
+        _number("step_warn_s", self.step_warn_s, 0, float("inf"), "a positive number of seconds")
+        _number("step_limit_s", self.step_limit_s, 0, float("inf"), "a positive number of seconds")
+        for name, choices in (("load_format", LoadFormat), ("engine_type", EngineType), ("decoder_replay", ReplayMode)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
+        for each in dataclasses.fields(self):
+            if each.type in ("bool", "bool | None") and not isinstance(getattr(self, each.name), bool):
+                raise ConfigError(f"{each.name}={getattr(self, each.name)!r} is not a boolean; use True or False")
+
+    def _check_together(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token of each of "
                 f"max_num_seqs={self.max_num_seqs} requests; raise the first or lower the second"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1; 0.9 is usual")
-        if self.load_format not in get_args(LoadFormat):
-            raise ConfigError(f"load_format={self.load_format!r} must be one of {', '.join(get_args(LoadFormat))}")
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold a prompt of "
+                f"max_model_len={self.max_model_len} tokens in one piece; raise the first, lower the second or allow "
+                "chunked_prefill"
+            )
+        if self.ignore_len < self.max_model_len:
+            raise ConfigError(
+                f"ignore_len={self.ignore_len} would drop prompts that max_model_len={self.max_model_len} allows; lower it"
+            )
+        if self.step_limit_s < self.step_warn_s:
+            raise ConfigError(
+                f"step_limit_s={self.step_limit_s} ends the process before step_warn_s={self.step_warn_s} warns; raise the first"
+            )
+        if self.decoder_replay != "off" and not self.decoder_replay_keep_tokens:
+            raise ConfigError(
+                f"decoder_replay={self.decoder_replay} needs the number of tokens to keep; set decoder_replay_keep_tokens "
+                "(DEEPINFER_YOCO_PREFILL_KEEP_TOKENS), 140 is usual"
+            )
+        ranks = self.data_parallel_size * self.context_parallel_size
+        if ranks % self.expert_parallel_size:
+            raise ConfigError(
+                f"{ranks} ranks (data_parallel_size={self.data_parallel_size} times context_parallel_size="
+                f"{self.context_parallel_size}) cannot be grouped by expert_parallel_size={self.expert_parallel_size}; "
+                "use a divisor of their number"
+            )
+        if self.engine_type == "COMPLETION" and (not self.stop_preempted_request or self.context_parallel_size != 1):
+            raise ConfigError("engine_type=COMPLETION needs stop_preempted_request=True and context_parallel_size=1")
+
+    @property
+    def max_runtime_len(self) -> int:
+        """Tokens that one request may have pages for: asynchronous planning reserves one more than it may end up with."""
+        return self.max_model_len + (1 if self.asynchronous else 0)
+
+    def check_pool(self, num_pages: int) -> None:
+        """Whether the longest request fits into 80 % of a pool of ``num_pages`` usable pages.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        needed, usable = -(-self.max_runtime_len // self.tokens_per_block), int(num_pages * _POOL_SHARE)
+        if needed > usable:
+            raise ConfigError(
+                f"a request of max_model_len={self.max_model_len} may need {needed} pages of {self.tokens_per_block} tokens, "
+                f"more than {_POOL_SHARE:.0%} of the {num_pages} that memory allows; lower max_model_len or max_num_seqs, "
+                "or give more memory"
+            )
 
     @classmethod
     def from_keywords(cls, **given: Any) -> EngineArgs:  # noqa: ANN401  (the caller's keywords are of any type)
-        """Settings by the original engine's names; unknown ones, and values that cannot be honoured, are errors.
+        """Settings by name; None stands for the default.
 
         Raises:
-            ConfigError: as above.
+            ConfigError: a name is unknown, or as above.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        taken = {}
-        for name, value in given.items():
-            if name in known:
-                if value is not None:
-                    taken[name] = value
-            elif name in _NOT_YET:
-                if value not in (_NOT_YET[name], None) and (name, value) != ("data_parallel_size", 0):
-                    raise ConfigError(
-                        f"{name}={value!r} is not supported; this version runs with {name}={_NOT_YET[name]!r}, leave it out"
-                    )
-            elif name not in _ACCEPTED:
-                near = difflib.get_close_matches(name, [*known, *_NOT_YET, *_ACCEPTED], n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"{name} is not a setting of the engine{hint}")
-        return cls(**taken)
+        known = {each.name for each in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise ConfigError(f"{name} is not a setting of the engine{f'; did you mean {near[0]}?' if near else ''}")
+        if "model" not in given:
+            raise ConfigError("no model was given; give a checkpoint's directory, or nano")
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "model"})
+
+
+def _whole(name: str, value: object, low: int, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be {expected}; change it or leave it out")
+
+
+def _number(name: str, value: object, above: float, most: float, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
+        raise ConfigError(f"{name}={value!r} must be {expected}")

@@ -104,7 +104,7 @@ def _field_keys(prefix: str, owner: type, names: Iterable[str]) -> Iterator[tupl
 
 
 def _all_keys() -> dict[str, _Key]:
-    """Every known key by dotted path, in the order in which :func:`config_json` writes them.  Source: model.md section 2."""
+    """Every known key by dotted path, in the order in which :func:`config_json` writes them.  Source: the published file."""
     text_fields = [
         field.name for field in dataclasses.fields(ModelConfig) if field.name not in (*_ROOT_FIELDS, "rope_scaling", "vision")
     ]
@@ -219,7 +219,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: unknown, missing, mistyped or unsupported keys; lists all of them by dotted path.
 
-    Source: model.md section 2; dspark.md section 1.2.
+    Source: the published ``config.json``, whose ``dspark_*`` keys describe the drafter.
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"config.json holds {_shown(raw)}; expected an object of settings; {_ADVICE}")
@@ -319,7 +319,7 @@ def check(config: ModelConfig) -> None:
     Raises:
         ConfigError: lists all violated constraints, each with the key, the value found and what it must be.
 
-    Source: model.md section 9 "Constraints" and section 5.6; serving.md section 4.6 (draft targets, Engram layers).
+    Source: what the published shape satisfies and the mathematics of the layers, of drafting and of bounded replay need.
     """
     # Later groups rely on earlier ones: widths on positive numbers, layer rules on lists of the right length.
     for group in (_number_problems, _width_problems, _layer_problems, _source_problems, _engram_problems, _draft_problems):

@@ -122,6 +122,16 @@ class ModelConfig:
         """The layer whose choice of entries this layer uses."""
         return max(source for source in self.index_source_layer_ids if source <= layer)
 
+    def exact_replay_tokens(self, *, is_decoder_bounded: bool) -> int:
+        """Tokens to replay in front of a position for all windows behind it to be exact, bit for bit.
+
+        A window replayed through n layers is exact once everything that its lowest layer could see is replayed too; with a
+        bounded decoder only the encoder half's windows come from there.  Even, because entries of ratio 2 pool pairs.
+        """
+        layers = self.num_encoder_layers if is_decoder_bounded else self.num_hidden_layers
+        depth = layers * (self.sliding_window - 1)
+        return depth + depth % 2
+
     def kind(self, layer: int) -> LayerKind:
         """What the layer computes itself of its global attention."""
         if self.ratio(layer) == 0:
@@ -161,7 +171,9 @@ def engram_primes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     The rule lets every n-gram size of every layer search on from ``engram_vocab_size`` - 1 for primes that no earlier column
     has; that is the run of consecutive primes from ``engram_vocab_size``, dealt out in order.
 
-    Source: model.md section 3.8 "Primes".  Cost: about ln(engram_vocab_size) primality tests a column.
+    Source: model report, Engram section; each layer's ``engram_num_embeddings`` is their sum.
+
+    Cost: about ln(engram_vocab_size) primality tests a column.
     """
     primes = filter(_is_prime, itertools.count(config.engram_vocab_size))
     return tuple(tuple(itertools.islice(primes, config.engram_columns)) for _ in config.engram_layer_ids)

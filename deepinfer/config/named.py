@@ -8,15 +8,15 @@ from deepinfer.config.file import check
 from deepinfer.config.model import ModelConfig, RopeScaling, VisionConfig
 
 NANO_COMPRESSED_VOCAB_SIZE = 243
-"""Classes of the token-compression map (model.md section 3.8) over the nano tokenizer's 272 tokens."""
+"""Classes of the token-compression map (``Tokenizer.compression_map``) over the nano tokenizer's 272 tokens."""
 
 
 def named_config(name: Literal["golden", "nano", "full"]) -> ModelConfig:
     """One of the shapes that ship with the engine, checked.
 
-    * ``golden``: the 12-layer, 128-wide miniature with known numbers.  Source: model.md section 9.
-    * ``nano``: the small trained model, the default of every command.
-    * ``full``: DeepSeek-V4.1-Flash as published.  Source: model.md section 2.
+    * ``golden``: the 12-layer, 128-wide miniature with known numbers.
+    * ``nano``: the small model that is always at hand, the default of every command; its weights are random.
+    * ``full``: DeepSeek-V4.1-Flash as published.  Source: its ``config.json``.
     """
     config = {"golden": _golden, "nano": _nano, "full": _full}[name]()
     check(config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +13,11 @@ from tqdm import tqdm
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.loader import load
-from deepinfer.engine.prompt import Prompt, build_prompt, checked_ids, text_ids
+from deepinfer.engine.observer import Observer
+from deepinfer.engine.prompt import MultiModalData, Prompt, build_prompt, checked_ids, image_files, text_ids
 from deepinfer.errors import ConfigError, RequestError
 from deepinfer.request import Request, RequestOutput, SamplingParams
-from deepinfer.scheduler.scheduler import Limits
 from deepinfer.tokenizer import Tokenizer
-
-MultiModalData = Mapping[str, Any]
 
 
 class LLM:
@@ -56,6 +56,7 @@ class LLM:
         Raises:
             ConfigError: a setting or a file is not usable; says which and why.
         """
+        settings = {"disable_log_stats": True, "stop_preempted_request": False, "offline_inference": True, **engine_args}
         args = EngineArgs.from_keywords(
             model=model,
             tokenizer=tokenizer,
@@ -65,21 +66,16 @@ class LLM:
             tokenizer_revision=tokenizer_revision,
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
-            **engine_args,
+            **settings,
         )
         loaded = load(args, progress=progress)
         self.args = args
         self.config = loaded.config
         self.decode_sequence = decode_sequence
         self._tokenizer = loaded.tokenizer
-        limits = Limits(
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            eos_token_id=loaded.config.eos_token_id,
-            image_token_id=loaded.config.image_token_id,
-        )
-        self._core: EngineCore | None = EngineCore(loaded.worker, limits)
+        self._core: EngineCore | None = loaded.core
+        self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+        self._boxes: dict[str, deque[RequestOutput]] = {}  # unfinished request -> records that nobody has taken yet
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -88,6 +84,8 @@ class LLM:
 
     def close(self) -> None:
         """Give the model's memory back; the object cannot be used afterwards."""
+        if self._core is not None:
+            self._core.close()
         self._core = None
 
     def generate(
@@ -128,31 +126,39 @@ class LLM:
         ready = self._prompts(prompts, prompt_token_ids, multi_modal_data)
         params = _one_each(sampling_params, len(ready))
         core = self._running()
-        records: dict[str, list[RequestOutput]] = {}
+        request_ids: list[str] = []
         try:
             for prompt, each in zip(ready, params, strict=True):
-                records[self._add(core, prompt, each)] = []
-            with tqdm(total=len(records), unit="prompt", desc="generating", disable=not use_tqdm) as bar:
-                while not core.is_idle:
-                    for output in core.step():
-                        records[output.request_id].append(output)
-                        bar.update(output.finished)
-        except BaseException:
-            for request_id in records:
-                core.abort(request_id)
-            raise
-        return list(records.values())
+                request_ids.append(self._add(core, prompt, each))
+            unfinished = set(request_ids)
+            with tqdm(total=len(request_ids), unit="prompt", desc="generating", disable=not use_tqdm) as bar:
+                while unfinished:
+                    ended = {output.request_id for output in self._turn(core) if output.finished} & unfinished
+                    unfinished -= ended
+                    bar.update(len(ended))
+            return [list(self._boxes[request_id]) for request_id in request_ids]
+        finally:
+            self._end(core, request_ids)
 
     def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, token by token; closing the iterator ends the request."""
+        """Complete one prompt, token by token; closing the iterator ends the request.
+
+        Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.
+        """
         (ready,) = self._prompts(prompt, None, None)
         core = self._running()
         request_id = self._add(core, ready, sampling_params or SamplingParams())
+        box = self._boxes[request_id]
         try:
-            while not core.is_idle:
-                yield from core.step()
+            while True:
+                while box:
+                    output = box.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._turn(core)
         finally:
-            core.abort(request_id)
+            self._end(core, [request_id])
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids that :meth:`generate` makes of a text."""
@@ -171,8 +177,29 @@ class LLM:
 
     def _add(self, core: EngineCore, prompt: Prompt, params: SamplingParams) -> str:
         request_id = str(next(self._numbers))
-        core.add(Request(request_id=request_id, prompt_token_ids=prompt.token_ids, params=params), prompt.pictures)
+        request = Request(request_id=request_id, prompt_token_ids=prompt.token_ids, params=params, images=dict(prompt.images))
+        core.add(request, prompt.pictures)
+        self._observer.arrived(request, time.monotonic())
+        self._boxes[request_id] = deque()
         return request_id
+
+    def _turn(self, core: EngineCore) -> list[RequestOutput]:
+        """One turn of the engine; every record goes to its request's box, too."""
+        start = time.monotonic()
+        outputs = core.step()
+        now = time.monotonic()
+        self._observer.stepped(outputs, now - start, now)
+        for output in outputs:
+            self._boxes[output.request_id].append(output)
+        return outputs
+
+    def _end(self, core: EngineCore, request_ids: Iterable[str]) -> None:
+        """Forget requests, ended or not."""
+        unfinished = [request_id for request_id in request_ids if core.scheduler.is_unfinished(request_id)]
+        core.abort(unfinished)
+        self._observer.aborted(unfinished)
+        for request_id in request_ids:
+            del self._boxes[request_id]
 
     def _prompts(
         self,
@@ -196,7 +223,7 @@ class LLM:
         ready = []
         for number, extra in enumerate(extras):
             try:
-                images = _images(extra)
+                images = image_files(extra)
                 if prompt_token_ids is not None:
                     ids = checked_ids(prompt_token_ids[number], self.config)
                 else:
@@ -214,17 +241,3 @@ def _one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: in
     if len(given) != count:
         raise RequestError(f"{len(given)} sampling_params for {count} prompts were given; give one for all or one per prompt")
     return list(given)
-
-
-def _images(extra: MultiModalData | None) -> list[bytes]:
-    """Encoded images of one prompt's multi-modal data."""
-    if extra is None:
-        return []
-    unknown = sorted(set(extra) - {"image_bytes", "image_sizes"})
-    if unknown:
-        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; known are image_bytes and image_sizes")
-    images = list(extra.get("image_bytes") or [])
-    sizes = extra.get("image_sizes")
-    if sizes is not None and len(sizes) != len(images):
-        raise RequestError(f"{len(sizes)} image_sizes came with {len(images)} image_bytes; give one size per image, or none")
-    return images

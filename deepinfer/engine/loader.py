@@ -16,16 +16,21 @@ from pathlib import Path
 import torch
 
 from deepinfer.config import EngineArgs, ModelConfig, cache_dir, config_json, load_config, named_config
+from deepinfer.engine.core import EngineCore
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout
+from deepinfer.kv.manager import KVManager
 from deepinfer.model.flash import Flash
 from deepinfer.model.vision import VisionTower
 from deepinfer.model.weights import random_tensors, read_checkpoint, write_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
+from deepinfer.scheduler.scheduler import Limits
 from deepinfer.tokenizer import IMAGE, Tokenizer, byte_tokenizer
 
 NANO_SEED = 20261017
+_SPARE_PAGES = 64
+"""Pages beyond what running requests can use, for prefixes of ended ones, at least."""
 _CPU_KV_BYTES = 2 << 30
 """Most KV memory taken on a CPU, where nothing says how much of it is ours."""
 
@@ -36,7 +41,7 @@ class Loaded:
 
     config: ModelConfig
     tokenizer: Tokenizer
-    worker: Worker
+    core: EngineCore
 
 
 def model_directory(model: str, *, progress: bool = True) -> Path:
@@ -80,26 +85,73 @@ def _pick_device(name: str) -> torch.device:
     return device
 
 
+def _num_slots(args: EngineArgs) -> int:
+    """State slots, slot 0 included: one a running request, and some to keep the state of ended ones."""
+    return int(args.state_slots_ratio * args.max_num_seqs) + 1
+
+
 def _num_pages(args: EngineArgs, layout: KVLayout, num_slots: int, device: torch.device) -> int:
-    """Pages that the memory budget allows, at most what all requests at full length could use."""
+    """Pages that the memory budget allows, page 0 included; at most what all requests at full length, and one more, could use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - args.gpu_memory_utilization))
     else:
         budget = _CPU_KV_BYTES
-    per_request = layout.pages_for(args.max_model_len)
     affordable = (budget - num_slots * layout.slot_bytes) // layout.page_bytes
-    if affordable < per_request + 1:
-        needed = (num_slots * layout.slot_bytes + (per_request + 1) * layout.page_bytes) / 2**30
+    per_request = layout.pages_for(args.max_runtime_len)
+    num_pages = min(affordable, 1 + (args.max_num_seqs + 1) * per_request + _SPARE_PAGES)
+    args.check_pool(max(0, num_pages - 1))
+    return num_pages
+
+
+def _build_core(args: EngineArgs, config: ModelConfig, model: Flash, tower: VisionTower | None) -> EngineCore:
+    layout = KVLayout(config, page_tokens=args.tokens_per_block)
+    keep = args.decoder_replay_keep_tokens if args.decoder_replay != "off" else 0
+    if keep and keep < layout.ring_tokens:
         raise ConfigError(
-            f"KV memory of {max(budget, 0) / 2**30:.2f} GiB cannot hold one request of max_model_len={args.max_model_len} "
-            f"beside {num_slots} state slots ({needed:.2f} GiB); lower max_model_len or max_num_seqs"
+            f"decoder_replay_keep_tokens={keep} is less than the {layout.ring_tokens} tokens of a window with room for drafts; "
+            f"use at least {layout.ring_tokens}, 140 is usual"
         )
-    return min(affordable, args.max_num_seqs * per_request + 1)
+    num_slots = _num_slots(args)
+    num_pages = _num_pages(args, layout, num_slots, model.device)
+    exact_replay = config.exact_replay_tokens(is_decoder_bounded=keep > 0)
+    kv = KVManager(
+        layout,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        replay_tokens=exact_replay if args.hit_invariant else config.sliding_window,
+        is_replay_exact=args.hit_invariant,
+        replay_weight=config.num_encoder_layers / config.num_hidden_layers if keep else 1.0,
+        margin=max(layout.ring_tokens, keep),
+        enable_prefix_cache=args.enable_prefix_cache,
+    )
+    worker = Worker(
+        config,
+        model,
+        tower,
+        layout,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        replay_mode="mask" if args.decoder_replay == "mask" else "compact",
+        guard_syncs=args.sync_guard,
+    )
+    limits = Limits(
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        eos_token_id=config.eos_token_id,
+        image_token_id=config.image_token_id,
+        chunked_prefill=bool(args.chunked_prefill),
+        stop_preempted_request=args.stop_preempted_request,
+        max_sum_keys=args.max_sum_keys,
+        decoder_keep_tokens=keep,
+        save_states=args.enable_prefix_cache,
+    )
+    return EngineCore(worker, kv, limits, is_async=args.asynchronous)
 
 
 def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
-    """Read a model and build its worker.
+    """Read a model and build an engine around it.
 
     Raises:
         ConfigError: settings, files or memory do not allow it.
@@ -107,12 +159,25 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     model_dir = model_directory(args.model, progress=progress)
     config = load_config(model_dir)
     tokenizer = Tokenizer.from_dir(Path(args.tokenizer).expanduser() if args.tokenizer else model_dir)
+    compression = tokenizer.compression_map()
+    _check_fit(args, config, tokenizer, int(compression.max()) + 1)
+    bind(REFERENCE)
+    device = _pick_device(args.device)
+    if args.load_format == "dummy":
+        tensors = dict(random_tensors(config, args.seed))
+    else:
+        tensors = read_checkpoint(model_dir, config, progress=progress)
+    model = Flash(config, tensors, torch.from_numpy(compression), device=device)
+    tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
+    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, model, tower))
+
+
+def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_classes: int) -> None:
+    """Whether settings, configuration and tokenizer belong together."""
     if args.max_model_len > config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={args.max_model_len} exceeds the model's {config.max_position_embeddings} positions; lower it"
         )
-    compression = tokenizer.compression_map()
-    num_classes = int(compression.max()) + 1
     if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json promises "
@@ -123,16 +188,3 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
             f"the tokenizer's image placeholder has id {tokenizer.special(IMAGE)}, config.json says {config.image_token_id}; "
             "use the tokenizer.json that came with the checkpoint"
         )
-    bind(REFERENCE)
-    device = _pick_device(args.device)
-    if args.load_format == "dummy":
-        tensors = dict(random_tensors(config, args.seed))
-    else:
-        tensors = read_checkpoint(model_dir, config, progress=progress)
-    model = Flash(config, tensors, torch.from_numpy(compression), device=device)
-    tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
-    layout = KVLayout(config, page_tokens=args.tokens_per_block)
-    num_slots = args.max_num_seqs + 1
-    num_pages = _num_pages(args, layout, num_slots, device)
-    worker = Worker(config, model, tower, layout, num_pages=num_pages, num_slots=num_slots)
-    return Loaded(config=config, tokenizer=tokenizer, worker=worker)

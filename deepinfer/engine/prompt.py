@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from deepinfer.executor.worker import Picture
 from deepinfer.images import load_image, plan_image, prepare_pixels
 from deepinfer.tokenizer import IMAGE, Tokenizer
 
+MultiModalData = Mapping[str, Any]
+"""``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height of each)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -22,10 +26,12 @@ class Prompt:
     Attributes:
         token_ids: every image placeholder expanded to its span.
         pictures: in the order of the spans.
+        images: position of each span's first token -> hash of its picture.
     """
 
     token_ids: tuple[int, ...]
     pictures: tuple[Picture, ...] = ()
+    images: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def text_ids(text: str, tokenizer: Tokenizer, *, with_images: bool) -> list[int]:
@@ -72,7 +78,9 @@ def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: Mode
         return Prompt(token_ids=tuple(token_ids))
     if config.vision is None:
         raise RequestError("this model cannot take images; send text only")
-    pictures, ids = [], []
+    pictures: list[Picture] = []
+    ids: list[int] = []
+    hashes: dict[int, bytes] = {}
     remaining = iter(images)
     for each in token_ids:
         if each != config.image_token_id:
@@ -80,6 +88,26 @@ def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: Mode
             continue
         image = load_image(next(remaining))
         plan = plan_image(*image.size, config.vision)
-        pictures.append(Picture(plan=plan, pixels=prepare_pixels(image, plan)))
+        pixels = prepare_pixels(image, plan)
+        pictures.append(Picture(plan=plan, pixels=pixels))
+        hashes[len(ids)] = hashlib.blake2b(pixels.tobytes(), digest_size=16, person=b"pixels").digest()
         ids += [config.image_token_id] * plan.span_tokens
-    return Prompt(token_ids=tuple(ids), pictures=tuple(pictures))
+    return Prompt(token_ids=tuple(ids), pictures=tuple(pictures), images=hashes)
+
+
+def image_files(extra: MultiModalData | None) -> list[bytes]:
+    """The encoded images of one prompt's multi-modal data.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    if extra is None:
+        return []
+    unknown = sorted(set(extra) - {"image_bytes", "image_sizes"})
+    if unknown:
+        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; known are image_bytes and image_sizes")
+    images = list(extra.get("image_bytes") or [])
+    sizes = extra.get("image_sizes")
+    if sizes is not None and len(sizes) != len(images):
+        raise RequestError(f"{len(sizes)} image_sizes came with {len(images)} image_bytes; give one size per image, or none")
+    return images

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,20 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of both buffers."""
         return self._pages.numel() + self._states.numel()
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to) each, in order."""
+        for source, target in pairs:
+            self._rows(self._pages, self.layout.page_bytes)[target] = self._rows(self._pages, self.layout.page_bytes)[source]
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole slots, (from, to) each, in order."""
+        for source, target in pairs:
+            self._rows(self._states, self.layout.slot_bytes)[target] = self._rows(self._states, self.layout.slot_bytes)[source]
+
+    @staticmethod
+    def _rows(buffer: Tensor, row_bytes: int) -> Tensor:
+        return buffer.view(-1, row_bytes)
 
     def _page_view(self, entries: int, record: int, offset: int) -> Tensor:
         return self._pages.as_strided((self.num_pages, entries, record), (self.layout.page_bytes, record, 1), offset)

@@ -1,59 +1,99 @@
-"""Who holds which page, and which slot."""
+"""Who holds which page, and which slot: counted references, and an order of what is given up when room is needed."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-
-from deepinfer.errors import Overloaded
+from collections import OrderedDict, deque
+from collections.abc import KeysView, Sequence
 
 
-class FreeList:
-    """Numbers 1 … size-1 handed out and taken back, first in, first out; 0 belongs to nobody.
+class Pool:
+    """Numbers 1 … size-1 with counted references; 0 belongs to nobody.
 
-    Invariant: a number is free or held, never both, never twice.
+    A number is *free*; or *held* by one or more references; or *kept*: unreferenced, but what lies there may be wanted again.
+    Kept numbers are given up in the order in which they became kept.
+
+    Invariant: every number is in exactly one of the three states, and held if and only if its count is positive.
     """
 
     def __init__(self, size: int, what: str) -> None:
-        """``size`` numbers including 0; ``what`` names them in errors."""
+        """``size`` numbers including 0; ``what`` names them in messages."""
         self.size = size
         self._what = what
         self._free = deque(range(1, size))
-        self._held: set[int] = set()
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._counts = [0] * size
 
     @property
     def num_free(self) -> int:
-        """Numbers that :meth:`take` can still give."""
+        """Numbers that :meth:`take` gives without an eviction."""
         return len(self._free)
 
     @property
+    def num_kept(self) -> int:
+        """Numbers that :meth:`evict` can set free."""
+        return len(self._kept)
+
+    @property
+    def num_available(self) -> int:
+        """Numbers that nobody holds."""
+        return len(self._free) + len(self._kept)
+
+    @property
     def num_held(self) -> int:
-        """Numbers out of the house."""
-        return len(self._held)
+        """Numbers that somebody holds."""
+        return self.size - 1 - self.num_available
 
-    def take(self, count: int) -> tuple[int, ...]:
-        """Hand out ``count`` numbers, or none.
+    @property
+    def kept(self) -> KeysView[int]:
+        """Kept numbers, next to be evicted first."""
+        return self._kept.keys()
 
-        Raises:
-            Overloaded: fewer are free.
-        """
-        if count > len(self._free):
-            raise Overloaded(
-                f"{count} {self._what} asked for, {len(self._free)} of {self.size - 1} are free; wait for a request to end"
-            )
-        taken = tuple(self._free.popleft() for _ in range(count))
-        self._held.update(taken)
+    @property
+    def counts(self) -> Sequence[int]:
+        """[size] references to each number."""
+        return self._counts
+
+    def take(self, count: int) -> list[int]:
+        """Hand out ``count`` free numbers with one reference each, those that were free longest first."""
+        assert count <= len(self._free), f"{count} {self._what} asked for, {len(self._free)} are free; evict before taking"
+        taken = [self._free.popleft() for _ in range(count)]
+        for number in taken:
+            self._counts[number] = 1
         return taken
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """Take ``numbers`` back; each must be held."""
-        for number in numbers:
-            self._held.remove(number)
+    def hold(self, number: int) -> None:
+        """Add a reference to a kept or held number."""
+        if self._counts[number] == 0:
+            del self._kept[number]
+        self._counts[number] += 1
+
+    def drop(self, number: int, *, keep: bool) -> None:
+        """Take a reference back; if it was the last, the number becomes kept or free."""
+        count = self._counts[number] - 1
+        assert count >= 0, f"{self._what} {number} given back more often than it was held"
+        self._counts[number] = count
+        if count == 0 and keep:
+            self._kept[number] = None
+        elif count == 0:
             self._free.append(number)
+
+    def free(self, number: int) -> None:
+        """Set a kept number free: what lies there is of no use any more."""
+        del self._kept[number]
+        self._free.append(number)
+
+    def evict(self, count: int) -> list[int]:
+        """Set ``count`` kept numbers free, and name them in the order in which they were given up."""
+        evicted = [self._kept.popitem(last=False)[0] for _ in range(count)]
+        self._free.extend(evicted)
+        return evicted
 
     def check(self) -> None:
         """Assert the invariant."""
-        free = set(self._free)
-        assert len(free) == len(self._free), f"a free {self._what} is listed twice"
-        assert not free & self._held, f"{self._what} both free and held: {sorted(free & self._held)}"
-        assert free | self._held == set(range(1, self.size)), f"{self._what} lost"
+        free, kept = set(self._free), set(self._kept)
+        held = {number for number, count in enumerate(self._counts) if count}
+        assert min(self._counts) >= 0, f"{self._what}: a count of references is negative"
+        assert len(free) == len(self._free), f"{self._what}: a free one is listed twice"
+        assert not free & kept, f"{self._what} both free and kept: {sorted(free & kept)}"
+        assert not (free | kept) & held, f"{self._what} both held and not: {sorted((free | kept) & held)}"
+        assert free | kept | held == set(range(1, self.size)), f"{self._what} lost, or 0 handed out"

@@ -1,7 +1,7 @@
 """One layer's attention: window keys, compressed store, indexer, and the projections around them.
 
-A layer of kind *full* writes a store and chooses entries, *reindex* chooses again in the store it reads, *reuse* takes both from
-the layers below, *window* has neither.  What travels upwards within a step is a :class:`Choice`.
+A layer of kind *full* writes a store (by its :class:`Compressor`) and chooses entries, *reindex* chooses again in the store it
+reads, *reuse* takes both from the layers below, *window* has neither.  What travels upwards in a step is a :class:`Choice`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.kv.cache import KVCache
-from deepinfer.model.inputs import StepInputs
+from deepinfer.model.inputs import LayerInputs
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import attention as ops
 from deepinfer.ops.norm import Rotation, qkv_norm
@@ -68,7 +68,7 @@ class Compressor:
             eps=config.rms_norm_eps,
         )
 
-    def __call__(self, x: Tensor, inputs: StepInputs, cache: KVCache, rotations: Rotations) -> None:
+    def __call__(self, x: Tensor, inputs: LayerInputs, cache: KVCache, rotations: Rotations) -> None:
         """Compress x [num_tokens, hidden] and store every entry that this step completes."""
         raw = ops.compress_project(x, self.weights)
         previous = None
@@ -102,7 +102,7 @@ class Indexer:
         self.weights_proj = parameters.wide(f"{prefix}.indexer.weights_proj.weight")
 
     def __call__(
-        self, q_latent8: Tensor, x: Tensor, inputs: StepInputs, cache: KVCache, rotation: Rotation, below: Choice | None
+        self, q_latent8: Tensor, x: Tensor, inputs: LayerInputs, cache: KVCache, rotation: Rotation, below: Choice | None
     ) -> Choice:
         """Choose for every token; ``below`` brings the candidate blocks to layers above the candidate layer."""
         config = self.config
@@ -136,11 +136,10 @@ class Attention:
         self.wo_a = parameters.fp8(f"{prefix}.wo_a")
         self.wo_b = parameters.fp8(f"{prefix}.wo_b")
         kind = config.kind(layer)
-        self.compressor = Compressor(parameters, prefix, layer, config) if kind == "full" else None
         self.indexer = Indexer(parameters, prefix, layer, config) if kind in ("full", "reindex") else None
 
     def __call__(
-        self, x: Tensor, x8: Tensor, inputs: StepInputs, cache: KVCache, rotations: Rotations, below: Choice | None
+        self, x: Tensor, x8: Tensor, inputs: LayerInputs, cache: KVCache, rotations: Rotations, below: Choice | None
     ) -> tuple[Tensor, Choice | None]:
         """Attend.
 
@@ -156,8 +155,6 @@ class Attention:
         rotation = rotations.scaled if self.has_store else rotations.plain
         q_latent8, records = qkv_norm(linear_fp8(x8, self.wqkv), self.q_norm, self.kv_norm, rotation, config.rms_norm_eps)
         choice = below
-        if self.compressor is not None:  # before the indexer: a token may choose the entry it completes
-            self.compressor(x, inputs, cache, rotations)
         if self.indexer is not None:
             choice = self.indexer(q_latent8, x, inputs, cache, rotation, below)
         store = rows = None
@@ -170,7 +167,7 @@ class Attention:
         z = linear_fp8_grouped(out.unflatten(1, (config.o_groups, -1)).flatten(2), self.wo_a)
         return linear_fp8(round_mxfp8(z), self.wo_b), choice
 
-    def _window(self, records: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def _window(self, records: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
         """Earlier window records of each request, then the step's own [num_tokens, bytes]; stores what later steps need.
 
         Earlier records are read before this step's are written: a long chunk overwrites the ring that its first tokens look at.

@@ -34,21 +34,26 @@ class History:
         """``compression`` [vocab_size] int64 maps token ids to compressed ids."""
         self.compression = compression
         self.reach = config.engram_max_ngram_size
+        self.image_token_id = config.image_token_id
 
     def __call__(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """[num_tokens, max_ngram] int64 ids at positions t, t-1, …; also remembers what later steps look back on."""
-        ids = torch.where(inputs.is_image, ops.DEAD, self.compression[inputs.token_ids])
-        slots = inputs.slots[inputs.requests]
-        starts = inputs.starts[inputs.requests]
+        rows = inputs.encoder
         ring = cache.lookback()
+        ring[inputs.restored_slots, inputs.restored_positions % ring.shape[1]] = self._compressed(inputs.restored_ids).int()
+        ids = self._compressed(inputs.token_ids)
+        slots, starts = rows.slots[rows.requests], rows.starts[rows.requests]
         columns = [ids]
         for shift in range(1, self.reach):
-            positions = inputs.positions - shift
+            positions = rows.positions - shift
             older = torch.where(positions >= starts, ids.roll(shift, 0), ring[slots, positions % ring.shape[1]])
             columns.append(older.masked_fill_(positions < 0, ops.DEAD))
         kept = inputs.lookback_rows
-        ring[slots[kept], inputs.positions[kept] % ring.shape[1]] = ids[kept].int()
+        ring[slots[kept], rows.positions[kept] % ring.shape[1]] = ids[kept].int()
         return torch.stack(columns, dim=1)
+
+    def _compressed(self, token_ids: Tensor) -> Tensor:
+        return torch.where(token_ids == self.image_token_id, ops.DEAD, self.compression[token_ids])
 
 
 class Engram:

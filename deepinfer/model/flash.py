@@ -14,9 +14,9 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.kv.cache import KVCache
-from deepinfer.model.attention import Attention, Choice, Rotations
+from deepinfer.model.attention import Attention, Choice, Compressor, Rotations
 from deepinfer.model.engram import Engram, History
-from deepinfer.model.inputs import StepInputs
+from deepinfer.model.inputs import LayerInputs, StepInputs
 from deepinfer.model.moe import MoE
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
@@ -32,6 +32,8 @@ class Block:
         has_engram = layer in config.engram_layer_ids
         self.engram = Engram(parameters, f"{prefix}.engram", layer, pad_class, config) if has_engram else None
         self.attention_hyper = parameters.hyper(prefix, "attn", config)
+        is_source = layer in config.kv_source_layer_ids
+        self.compressor = Compressor(parameters, f"{prefix}.attn", layer, config) if is_source else None
         self.attention = Attention(parameters, f"{prefix}.attn", layer, config)
         self.ffn_hyper = parameters.hyper(prefix, "ffn", config)
         self.ffn = MoE(parameters, f"{prefix}.ffn", config)
@@ -93,30 +95,39 @@ class Flash:
         if inputs.image_rows is not None and inputs.image_embeddings is not None:
             embedded[inputs.image_rows] = inputs.image_embeddings.to(embedded.dtype)
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
-        rotations = self._rotations(inputs)
         history = self.history(inputs, cache)
 
         # Between sublayers the output of the last one (delta) is not written back yet; the next pass over the streams does it and
         # collapses them with the same mix.  In front of the first there is nothing to write and copy 0 to take.
         delta, mix = torch.zeros_like(embedded), self._nothing_pending(embedded.shape[0])
+        now, rotations = inputs.encoder, self._rotations(inputs.encoder)
         choice: Choice | None = None
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             hyper = block.attention_hyper
             if block.engram is None:
                 streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
             else:
-                streams = block.engram(history, ops.mhc_post(streams, delta, mix), inputs.is_image)
+                streams = block.engram(history, ops.mhc_post(streams, delta, mix), now.is_image)
                 collapsed, raw, square_sum = ops.mhc_pre(streams, mix.pre, hyper.fn)
             mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
-            delta, choice = block.attention(x, x8, inputs, cache, rotations, choice)
+            if block.compressor is not None:  # before the indexer: a token may choose the entry it completes
+                block.compressor(x, now, cache, rotations)
+            if layer == config.num_encoder_layers and inputs.decoder_rows is not None:
+                # Everything that the decoder half remembers for ever is stored; only some rows have to go through it.
+                if not inputs.decoder.spans:
+                    break
+                kept = inputs.decoder_rows
+                streams, x, x8, mix = streams[kept], x[kept], x8[kept], mix.rows(kept)
+                now, rotations = inputs.decoder, self._rotations(inputs.decoder)
+            delta, choice = block.attention(x, x8, now, cache, rotations, choice)
 
             hyper = block.ffn_hyper
             streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
             mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
-            delta = block.ffn(x, x8, inputs.is_image)
+            delta = block.ffn(x, x8, now.is_image)
 
         rows = inputs.logit_rows
-        last = ops.Mix(pre=mix.pre[rows], post=mix.post[rows], comb=mix.comb[rows])
+        last = mix.rows(rows)
         streams = ops.mhc_post(streams[rows], delta[rows], last)
         return logits(ops.final_norm(streams, last.pre, self.norm, config.rms_norm_eps), self.head)
 
@@ -125,7 +136,7 @@ class Flash:
         comb = self._identity.expand(num_tokens, -1, -1)
         return ops.Mix(pre=comb[:, 0], post=torch.zeros_like(comb[:, 0]), comb=comb)
 
-    def _rotations(self, inputs: StepInputs) -> Rotations:
+    def _rotations(self, inputs: LayerInputs) -> Rotations:
         return Rotations(
             plain=ops.Rotation.at(inputs.positions, self._plain),
             scaled=ops.Rotation.at(inputs.positions, self._scaled),

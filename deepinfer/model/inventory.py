@@ -20,7 +20,7 @@ from deepinfer.model.weights import Component, RankMemory, check_ranks, rank_mem
 GIB = 1 << 30
 STATE_RESERVE_BYTES = 8 * GIB
 """Left free on a GPU besides weights and KV: scratch of attention and MoE 1.7, dispatch slots, logits and index scores 0.6,
-graphs and allocator slack 3 to 5 GiB, rounded up.  Source: kernels.md section 12."""
+graphs and allocator slack 3 to 5 GiB, rounded up: an estimate for a rank at the published dimensions, chunks of 16k tokens."""
 
 _EP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -42,7 +42,7 @@ class ComponentSize:
 def component_sizes(config: ModelConfig) -> tuple[ComponentSize, ...]:
     """Tensors, parameters and bytes by component, in order of first appearance.
 
-    Source: model.md section 1.6, which also says what counts as backbone.
+    Source: the published checkpoint's tensor inventory; its backbone is all but n-gram tables, drafter and vision.
     """
     tensors: Counter[Component] = Counter()
     parameters: Counter[Component] = Counter()
@@ -74,7 +74,7 @@ def _layout(config: ModelConfig) -> KVLayout:
 def kv_token_bytes(config: ModelConfig) -> float:
     """Whole-context bytes a token costs, averaged over a compression group; 890 for the published model.
 
-    For every store: (main record + index record) / ratio.  Source: model.md section 1.4.
+    For every store: (main record + index record) / ratio.  Source: ``kv_source_layer_ids`` and ``compress_ratios``.
     """
     return _layout(config).bytes_per_token
 
@@ -82,7 +82,7 @@ def kv_token_bytes(config: ModelConfig) -> float:
 def window_state_bytes(config: ModelConfig) -> int:
     """Window keys of one request, draft layers included; 43 x 134 x 528 bytes for the published model.
 
-    A layer keeps its window, a whole draft and the bonus token.  Source: dspark.md section 6.2.
+    A layer keeps its window, a whole draft and the bonus token: ``sliding_window`` + ``dspark_block_size`` + 1.
     """
     layout = _layout(config)
     return len(layout.windows) * layout.ring_tokens * layout.records.window

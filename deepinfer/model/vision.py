@@ -39,7 +39,7 @@ class VisionTower:
             device: where to compute; None for where the tensors are.
             exact: compute in fp64 without rounding instead of bf16 with fp32 sums.
 
-        Source: model.md §5.5 for the names.
+        Source: the published checkpoint's tensor inventory, for the names.
         """
         assert config.vision is not None, "a tower is built only for a configuration with a vision section"
         self.config = config.vision
@@ -104,7 +104,7 @@ class VisionTower:
         Returns:
             [tokens_h x (tokens_w + 1) + 2, hidden_size]: start, lines that end in a newline, end.
 
-        Source: model.md §7.4.
+        Source: model report, vision section; ``image_start``, ``image_newline``, ``image_end`` of the published checkpoint.
         """
         rows = self.encode(pixels)
         grid = rows.view(rows.shape[0] // tokens_w, tokens_w, -1)

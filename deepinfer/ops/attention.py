@@ -9,9 +9,10 @@ Source: model report, attention section; ``sliding_window``, ``compress_ratios``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,11 @@ from deepinfer.ops.quant import (
     encode_main,
     linear_bf16,
     linear_fp8,
+    matmul_items,
     rms_norm,
     round_mxfp4,
+    row_sum,
+    to_device,
 )
 
 _GATHER_BYTES = 8 << 20
@@ -36,6 +40,8 @@ _GATHER_BYTES = 8 << 20
 _SCORE_ROWS = 64
 _SCORE_KEYS = 64
 """Shape of every index score product: query rows (token, head) and keys; fixed, for batch invariance."""
+_SCORE_TILES = 1024
+"""Most (request, key tile) pairs of one batched index score product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,21 +170,113 @@ def index_query(
     return round_mxfp4(rotate(q, rotation)), head_weights * (q.shape[-1] * num_heads) ** -0.5
 
 
-def _span_scores(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> Tensor:
-    """Scores of one request's tokens against its entries, -inf where an entry is not visible yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """Scores of some consecutive tokens of a step.
 
-    Returns:
-        [num_rows, num_entries] in the accumulation dtype; num_entries covers all that the last token sees.
+    Attributes:
+        rows: which tokens.
+        scores: [num_rows, num_entries] wide; -inf where an entry is not visible yet.  Every row's columns are the entries of its
+            own request.
+        visible: [num_rows, 1] int64 entries that each token sees.
+        first_entries: [num_rows, 1] int64 step row of each token's first entry.
     """
+
+    rows: slice
+    scores: Tensor
+    visible: Tensor
+    first_entries: Tensor
+
+    def step_rows(self, entries: Tensor) -> Tensor:
+        """Step rows of entry numbers [num_rows, count], -1 staying -1."""
+        return torch.where(entries >= 0, entries + self.first_entries, -1)
+
+
+def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: tuple[Span, ...]) -> Iterator[_Scored]:
+    """Scores of all tokens of a step, in order: a request's chunk at a time, single tokens many requests at a time."""
+    for run in _runs(spans, store.ratio):
+        if len(run) > 1:
+            yield _score_single_rows(q, head_weights, store, page_ids, run)
+        else:
+            yield _score_span(q, head_weights, store, page_ids, run[0])
+
+
+def _runs(spans: tuple[Span, ...], ratio: int) -> Iterator[list[Span]]:
+    """Requests whose tokens are scored together: neighbours with one token each, as long as padding to the longest is cheap."""
+    run: list[Span] = []
+    longest = 0
+    for span in spans:
+        tiles = max(1, -(-((span.start + span.num_rows) // ratio) // _SCORE_KEYS))
+        grown = max(longest, tiles)
+        fits = grown * (len(run) + 1) <= _SCORE_TILES and grown <= 4 * min(tiles, longest or tiles)
+        if run and (span.num_rows > 1 or run[-1].num_rows > 1 or not fits):
+            yield run
+            run, grown = [], tiles
+        run.append(span)
+        longest = grown
+    if run:
+        yield run
+
+
+def _key_tiles(store: IndexStore, pages: Tensor, num_entries: int, wide: torch.dtype) -> Tensor:
+    """Index keys of pages [..., num_pages] in tiles: [..., num_tiles, head_dim, _SCORE_KEYS]."""
+    records = torch.cat([store.values[pages], store.scales[pages]], dim=-1).flatten(-3, -2)[..., :num_entries, :]
+    keys = decode_index(records, store.head_dim, wide)
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, -num_entries % _SCORE_KEYS))
+    tiles: Tensor = keys.unflatten(-2, (-1, _SCORE_KEYS)).transpose(-1, -2)
+    return tiles
+
+
+def _weigh(dots: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight * max(0, dot) over the heads, one head after the other.
+
+    Args:
+        dots: [..., num_heads, num_tokens, _SCORE_KEYS], changed in place.
+        weights: [..., num_heads, num_tokens, 1].
+    """
+    dots.clamp_min_(0)
+    total = dots[..., 0, :, :] * weights[..., 0, :, :]
+    for head in range(1, dots.shape[-3]):
+        total += dots[..., head, :, :] * weights[..., head, :, :]
+    return total
+
+
+def _score_single_rows(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Sequence[Span]) -> _Scored:
+    """Scores of requests with one token each; the products have the shape that :func:`_score_span` gives them."""
+    num_heads, head_dim = q.shape[1:]
+    count, page_entries, wide = len(spans), store.values.shape[1], head_weights.dtype
+    visible = np.array([(span.start + 1) // store.ratio for span in spans])
+    num_entries = max(1, int(visible.max()))
+    first_pages = np.array([span.first_page for span in spans])
+    last_pages = first_pages + np.array([span.num_pages for span in spans]) - 1
+    pages = np.minimum(first_pages[:, None] + np.arange(-(-num_entries // page_entries)), last_pages[:, None])
+    key_tiles = _key_tiles(store, page_ids[to_device(torch.from_numpy(pages), q.device)], num_entries, wide)
+    num_tiles = key_tiles.shape[1]
+
+    tile_tokens = max(1, _SCORE_ROWS // num_heads)
+    rows = slice(spans[0].first_row, spans[0].first_row + count)
+    tile = torch.nn.functional.pad(q[rows].to(wide).unsqueeze(2), (0, 0, 0, tile_tokens - 1))
+    by_head = tile.view(count, 1, num_heads * tile_tokens, head_dim).expand(-1, num_tiles, -1, -1)
+    dots = matmul_items(by_head.flatten(0, 1), key_tiles.flatten(0, 1)).view(count, num_tiles, num_heads, tile_tokens, -1)
+    total = _weigh(dots[..., :1, :], head_weights[rows].view(count, 1, num_heads, 1, 1))
+    sees = to_device(torch.from_numpy(visible), q.device).unsqueeze(1)
+    scores = total.flatten(1)[:, :num_entries]
+    return _Scored(
+        rows=rows,
+        scores=scores.masked_fill(torch.arange(num_entries, device=q.device) >= sees, -torch.inf),
+        visible=sees,
+        first_entries=to_device(torch.from_numpy(first_pages * page_entries), q.device).unsqueeze(1),
+    )
+
+
+def _score_span(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> _Scored:
+    """Scores of one request's chunk, a tile of tokens at a time against the keys that its last token sees."""
     num_heads, head_dim = q.shape[1:]
     wide = head_weights.dtype
     num_entries = (span.start + span.num_rows) // store.ratio
     page_entries = store.values.shape[1]
     pages = page_ids[span.first_page : span.first_page + -(-num_entries // page_entries)]
-    records = torch.cat([store.values[pages], store.scales[pages]], dim=-1).flatten(0, 1)[:num_entries]
-    keys = decode_index(records, store.head_dim, wide)
-    keys = torch.nn.functional.pad(keys, (0, 0, 0, -num_entries % _SCORE_KEYS))
-    key_tiles = keys.unflatten(0, (-1, _SCORE_KEYS)).transpose(1, 2)
+    key_tiles = _key_tiles(store, pages, num_entries, wide)
 
     tile_tokens = max(1, _SCORE_ROWS // num_heads)
     scores = torch.full((span.num_rows, num_entries), -torch.inf, dtype=wide, device=q.device)
@@ -190,18 +288,19 @@ def _span_scores(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: T
         rows = slice(span.first_row + first, span.first_row + first + count)
         missing = tile_tokens - count
         tile = torch.nn.functional.pad(q[rows].to(wide), (0, 0, 0, 0, 0, missing))
-        tile_weights = torch.nn.functional.pad(head_weights[rows], (0, 0, 0, missing)).t().unsqueeze(-1)
+        weights = torch.nn.functional.pad(head_weights[rows], (0, 0, 0, missing)).t().unsqueeze(-1)
         by_head = tile.transpose(0, 1).reshape(1, num_heads * tile_tokens, head_dim)
         tiles = -(-seen // _SCORE_KEYS)
-        dots = torch.bmm(by_head.expand(tiles, -1, -1), key_tiles[:tiles]).clamp_min_(0)
-        dots = dots.unflatten(1, (num_heads, tile_tokens))
-        total = dots[:, 0] * tile_weights[0]
-        for head in range(1, num_heads):
-            total += dots[:, head] * tile_weights[head]
-        scores[first : first + count, :seen] = total.transpose(0, 1).flatten(1)[:count, :seen]
+        dots = matmul_items(by_head.expand(tiles, -1, -1), key_tiles[:tiles]).unflatten(1, (num_heads, tile_tokens))
+        scores[first : first + count, :seen] = _weigh(dots, weights).transpose(0, 1).flatten(1)[:count, :seen]
     positions = torch.arange(span.start, span.start + span.num_rows, device=q.device)
-    visible = (positions + 1) // store.ratio
-    return scores.masked_fill_(torch.arange(num_entries, device=q.device) >= visible.unsqueeze(1), -torch.inf)
+    visible = ((positions + 1) // store.ratio).unsqueeze(1)
+    return _Scored(
+        rows=slice(span.first_row, span.first_row + span.num_rows),
+        scores=scores.masked_fill_(torch.arange(num_entries, device=q.device) >= visible, -torch.inf),
+        visible=visible,
+        first_entries=torch.full_like(visible, span.first_page * page_entries),
+    )
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -228,14 +327,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
 
 
-def _per_span(spans: tuple[Span, ...], rows: Iterator[Tensor], page_entries: int) -> Tensor:
-    """Stack per-request entry numbers into step rows [num_tokens, count]."""
-    shifted = [
-        torch.where(entries >= 0, entries + span.first_page * page_entries, -1) for span, entries in zip(spans, rows, strict=True)
-    ]
-    return torch.cat(shifted)
-
-
 @op(tolerance=0.0)
 def index_topk(
     q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: tuple[Span, ...], top_k: int
@@ -257,8 +348,8 @@ def index_topk(
 
     Tolerance: exact given the scores; a backend may differ only among scores closer than its own rounding.
     """
-    chosen = (_best(_span_scores(q, head_weights, store, page_ids, span), top_k) for span in spans)
-    return _per_span(spans, chosen, store.values.shape[1])
+    parts = _scored(q, head_weights, store, page_ids, spans)
+    return torch.cat([part.step_rows(_best(part.scores, top_k)) for part in parts])
 
 
 @op(tolerance=0.0)
@@ -285,17 +376,14 @@ def index_blocks(
         blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, -1 padded.
     """
     rows, blocks = [], []
-    for span in spans:
-        scores = _span_scores(q, head_weights, store, page_ids, span)
-        rows.append(_best(scores, top_k))
-        padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % block_size), value=-torch.inf)
+    for part in _scored(q, head_weights, store, page_ids, spans):
+        rows.append(part.step_rows(_best(part.scores, top_k)))
+        padded = torch.nn.functional.pad(part.scores, (0, -part.scores.shape[1] % block_size), value=-torch.inf)
         block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
-        positions = torch.arange(span.start, span.start + span.num_rows, device=q.device)
-        visible = (positions + 1) // store.ratio
-        newest = ((visible - 1) // block_size).unsqueeze(1)
+        newest = (part.visible - 1) // block_size
         is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
         blocks.append(_best(block_scores.masked_fill(is_newest, torch.inf), top_blocks))
-    return _per_span(spans, iter(rows), store.values.shape[1]), torch.cat(blocks)
+    return torch.cat(rows), torch.cat(blocks)
 
 
 @op(tolerance=0.0)
@@ -318,15 +406,15 @@ def index_topk_within(
         [num_tokens, top_k] int64 step rows.
     """
     rows = []
-    for span in spans:
-        scores = _span_scores(q, head_weights, store, page_ids, span)
-        num_blocks = -(-scores.shape[1] // block_size)
-        own = blocks[span.first_row : span.first_row + span.num_rows]
-        allowed = torch.zeros(span.num_rows, num_blocks + 1, dtype=torch.bool, device=q.device)
+    for part in _scored(q, head_weights, store, page_ids, spans):
+        num_rows, num_entries = part.scores.shape
+        num_blocks = -(-num_entries // block_size)
+        own = blocks[part.rows]
+        allowed = torch.zeros(num_rows, num_blocks + 1, dtype=torch.bool, device=q.device)
         allowed.scatter_(1, torch.where(own >= 0, own, num_blocks), True)
-        entries = allowed[:, :num_blocks].repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
-        rows.append(_best(scores.masked_fill_(~entries, -torch.inf), top_k))
-    return _per_span(spans, iter(rows), store.values.shape[1])
+        entries = allowed[:, :num_blocks].repeat_interleave(block_size, dim=1)[:, :num_entries]
+        rows.append(part.step_rows(_best(part.scores.masked_fill(~entries, -torch.inf), top_k)))
+    return torch.cat(rows)
 
 
 # --------------------------------------------------------------------------------------------------------------------- attention
@@ -407,10 +495,10 @@ def sparse_attention(
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
         keys = table[rows[part]]
-        scores = torch.bmm(turned[part], keys.transpose(1, 2)).mul_(head_dim**-0.5)
+        scores = matmul_items(turned[part], keys.transpose(1, 2)).mul_(head_dim**-0.5)
         scores.masked_fill_(hidden[part], -torch.inf)
         largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
         shares = torch.exp(scores - largest)
-        total = shares.sum(-1, keepdim=True) + torch.exp(sink - largest)
-        out[part] = torch.bmm(shares.to(q.dtype).to(wide), keys).div_(total).to(q.dtype)
+        total = row_sum(shares) + torch.exp(sink - largest)
+        out[part] = matmul_items(shares.to(q.dtype).to(wide), keys).div_(total).to(q.dtype)
     return rotate(out, rotation.inverse())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import sigmoid, unpack_table
+from deepinfer.ops.quant import rms_scale, row_sum, sigmoid, unpack_table
 
 DEAD = -1
 """In a list of compressed ids: no token there, or an image position."""
@@ -79,10 +79,8 @@ def engram_gate(kv: Tensor, streams: Tensor, q_weight: Tensor, k_weight: Tensor,
     split = kv.to(wide).unflatten(1, (num_streams + 1, hidden))
     keys, value = split[:, :num_streams], split[:, num_streams:]
     x = streams.to(wide)
-    product = (x * q_weight * k_weight * keys).sum(-1)
-    rms_x = torch.rsqrt(x.square().mean(-1) + eps)
-    rms_key = torch.rsqrt(keys.square().mean(-1) + eps)
-    d = hidden**-0.5 * product * rms_x * rms_key
+    product = row_sum(x * q_weight * k_weight * keys)
+    d = (hidden**-0.5 * product * rms_scale(x, eps) * rms_scale(keys, eps)).squeeze(-1)
     gate = sigmoid(torch.sign(d) * torch.sqrt(d.abs().clamp_min(1e-6)))
     gate = torch.where(is_image.unsqueeze(1), 0, gate)
     result: Tensor = (x + gate.unsqueeze(-1) * value).to(streams.dtype)

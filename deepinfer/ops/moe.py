@@ -12,15 +12,21 @@ from torch import Tensor
 
 from deepinfer.ops.op import op
 from deepinfer.ops.quant import (
+    ROW_TILE,
     PackedWeight,
     accumulation_dtype,
     linear_bf16,
     linear_fp8,
+    matmul_items,
     matmul_rows,
     round_mxfp8,
+    row_sum,
     sigmoid,
     softplus,
 )
+
+_TILE_WEIGHT_BYTES = 256 << 20
+"""Weights gathered at a time in :func:`_products_in_tiles`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ def route(
     steered = scores + torch.where(is_image.unsqueeze(1), bias_image, bias)
     expert_ids = torch.sort(steered, dim=-1, descending=True, stable=True).indices[:, :top_k]
     chosen = scores.gather(1, expert_ids)
-    return expert_ids, scale * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    return expert_ids, scale * chosen / (row_sum(chosen) + 1e-20)
 
 
 @op(tolerance=0.0)
@@ -109,19 +115,45 @@ def experts(x8: Tensor, expert_weights: Tensor, picks: ExpertPlan, w13: PackedWe
     Tolerance: one flipped rounding of the intermediate value moves it by up to 6 %.
     """
     num_tokens, top_k = expert_weights.shape
-    dense13, dense2 = w13.dense, w2.dense
-    rows = x8.to(dense13.dtype)[picks.order // top_k]
-    hit: list[tuple[int, slice]] = []
-    first = 0
+    products = _products_of_hit_experts if x8.device.type == "cpu" else _products_in_tiles
+    gate_up = products(x8.to(w13.dense.dtype)[picks.order // top_k], picks, w13.dense).to(x8.dtype)
+    hidden = _swiglu(gate_up, expert_weights.flatten()[picks.order].unsqueeze(1), limit)
+    down = products(hidden.to(w2.dense.dtype), picks, w2.dense).to(x8.dtype)
+    return torch.empty_like(down).index_copy_(0, picks.order, down).view(num_tokens, top_k, down.shape[1])
+
+
+def _products_of_hit_experts(rows: Tensor, picks: ExpertPlan, dense: Tensor) -> Tensor:
+    """Each row [num_picks, in_width], sorted by expert, times its expert's matrix; reads the counts on the host."""
+    parts, first = [rows.new_empty(0, dense.shape[1])], 0
     for expert, count in enumerate(picks.counts.tolist()):
         if count:
-            hit.append((expert, slice(first, first + count)))
+            parts.append(matmul_rows(rows[first : first + count], dense[expert]))
             first += count
-    gate_up = torch.cat([matmul_rows(rows[part], dense13[expert]) for expert, part in hit]).to(x8.dtype)
-    hidden = _swiglu(gate_up, expert_weights.flatten()[picks.order].unsqueeze(1), limit).to(dense2.dtype)
-    down = torch.cat([matmul_rows(hidden[part], dense2[expert]) for expert, part in hit]).to(x8.dtype)
-    result: Tensor = torch.empty_like(down).index_copy_(0, picks.order, down).unflatten(0, (num_tokens, top_k))
-    return result
+    return torch.cat(parts)
+
+
+def _products_in_tiles(rows: Tensor, picks: ExpertPlan, dense: Tensor) -> Tensor:
+    """:func:`_products_of_hit_experts` for a device that must not be waited for: the number of tiles is a worst case.
+
+    Every expert's rows start at a tile of their own; one tile has one expert, so that a batched product does all of them.
+    """
+    num_picks, (num_experts, out_width, in_width) = rows.shape[0], dense.shape
+    num_tiles = num_picks // ROW_TILE + min(num_experts, num_picks)
+    tiles_of = (picks.counts + ROW_TILE - 1) // ROW_TILE
+    last_tile = tiles_of.cumsum(0)
+    first_pick = picks.counts.cumsum(0) - picks.counts
+    expert_of_row = torch.searchsorted(picks.counts.cumsum(0), torch.arange(num_picks, device=rows.device), right=True)
+    place = (last_tile - tiles_of)[expert_of_row] * ROW_TILE - first_pick[expert_of_row]
+    place += torch.arange(num_picks, device=rows.device)
+    tiles = rows.new_zeros(num_tiles * ROW_TILE, in_width).index_copy_(0, place, rows).view(num_tiles, ROW_TILE, in_width)
+    expert_of_tile = torch.searchsorted(last_tile, torch.arange(num_tiles, device=rows.device), right=True)
+    expert_of_tile = expert_of_tile.clamp_max(num_experts - 1)
+    out = rows.new_empty(num_tiles, ROW_TILE, out_width)
+    at_once = max(1, _TILE_WEIGHT_BYTES // (out_width * in_width * dense.element_size()))
+    for first in range(0, num_tiles, at_once):
+        part = slice(first, first + at_once)
+        out[part] = matmul_items(tiles[part], dense[expert_of_tile[part]].transpose(1, 2))
+    return out.flatten(0, 1)[place]
 
 
 @op(tolerance=2e-2)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from deepinfer.config import RopeScaling
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import accumulation_dtype, encode_window, linear_bf16, rms_norm, round_mxfp8, sigmoid
+from deepinfer.ops.quant import (
+    accumulation_dtype,
+    encode_window,
+    linear_bf16,
+    matmul_items,
+    rms_norm,
+    round_mxfp8,
+    row_sum,
+    sigmoid,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,10 @@ class Mix:
     post: Tensor
     comb: Tensor
 
+    def rows(self, index: Tensor) -> Mix:
+        """The mix of some tokens, ``index`` [num_rows] int64."""
+        return Mix(pre=self.pre[index], post=self.post[index], comb=self.comb[index])
+
 
 @op(tolerance=4e-3)
 def mhc_post(streams: Tensor, delta: Tensor, mix: Mix) -> Tensor:
@@ -70,7 +83,7 @@ def mhc_post(streams: Tensor, delta: Tensor, mix: Mix) -> Tensor:
     wide = accumulation_dtype(streams)
     left = torch.cat([mix.comb.transpose(1, 2), mix.post.unsqueeze(-1)], dim=-1)
     right = torch.cat([streams, delta.unsqueeze(1)], dim=1).to(wide)
-    return torch.bmm(left, right).to(streams.dtype)
+    return matmul_items(left, right).to(streams.dtype)
 
 
 @op(tolerance=1e-5)
@@ -89,8 +102,8 @@ def mhc_pre(streams: Tensor, pre: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, T
     """
     wide = streams.to(fn.dtype)
     flat = wide.flatten(1)
-    collapsed = torch.bmm(pre.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
-    return collapsed, linear_bf16(flat, fn), flat.square().sum(-1, keepdim=True)
+    collapsed = matmul_items(pre.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
+    return collapsed, linear_bf16(flat, fn), row_sum(flat.square())
 
 
 @op(tolerance=4e-3)
@@ -148,7 +161,7 @@ def final_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tens
     Returns:
         [num_rows, hidden] in the streams' dtype.
     """
-    collapsed = torch.bmm(pre.unsqueeze(1), streams.to(pre.dtype)).squeeze(1).to(streams.dtype)
+    collapsed = matmul_items(pre.unsqueeze(1), streams.to(pre.dtype)).squeeze(1).to(streams.dtype)
     return rms_norm(collapsed, weight, eps)
 
 

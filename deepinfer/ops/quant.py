@@ -28,6 +28,8 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 ROW_TILE = 16
 """Rows of every matrix product; see :func:`matmul_rows`."""
+ITEM_TILE = 64
+"""Items of every batched product on a GPU; see :func:`matmul_items`."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -40,6 +42,11 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device without waiting for it."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """Logistic function out of ``exp``: torch.sigmoid rounds differently in a vector's body and in its tail."""
     return 1 / (1 + torch.exp(-x))
@@ -48,6 +55,30 @@ def sigmoid(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """ln(1 + e^x), without overflow; composed for the same reason as :func:`sigmoid`."""
     return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim, which is kept, in an order that depends on its width alone.
+
+    torch splits one long row over threads on a CPU, and on a GPU the order of sums follows the number of rows.  On a CPU two
+    short sums stay below the split; elsewhere halves are added until one column is left.
+    """
+    width = x.shape[-1]
+    if x.device.type == "cpu":
+        if width > 16384:
+            padded = torch.nn.functional.pad(x, (0, -width % 256))
+            x = padded.view(*x.shape[:-1], -(-width // 256), 256).sum(-1)
+        return x.sum(-1, keepdim=True)
+    x = torch.nn.functional.pad(x, (0, (1 << (width - 1).bit_length()) - width))
+    while x.shape[-1] > 1:
+        low, high = x.chunk(2, dim=-1)
+        x = low + high
+    return x
+
+
+def rms_scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dim, which is kept; x in the accumulation dtype."""
+    return torch.rsqrt(row_sum(x.square()) / x.shape[-1] + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,8 +92,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         [..., width] in x's dtype.
     """
     wide = x.to(accumulation_dtype(x))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    return (wide * rms_scale(wide, eps) * weight).to(x.dtype)
 
 
 def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
@@ -94,6 +124,33 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     return out[:num_rows]
 
 
+def matmul_items(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, each item's bits independent of how many items there are.
+
+    On a CPU every item is a product of its own.  A GPU's library chooses by the number of items too, so there it is pinned.
+
+    Args:
+        a: [num_items, m, k].
+        b: [num_items, k, n], same dtype.
+
+    Returns:
+        [num_items, m, n], same dtype.
+    """
+    if a.device.type == "cpu":
+        return torch.bmm(a, b)
+    num_items = a.shape[0]
+    out = a.new_empty(-(-num_items // ITEM_TILE) * ITEM_TILE, a.shape[1], b.shape[2])
+    for first in range(0, num_items, ITEM_TILE):
+        count = min(ITEM_TILE, num_items - first)
+        tiles = []
+        for each in (a, b):  # copied, so that strides are the same in every call
+            tile = each.new_zeros(ITEM_TILE, *each.shape[1:])
+            tile[:count] = each[first : first + count]
+            tiles.append(tile)
+        torch.bmm(*tiles, out=out[first : first + ITEM_TILE])
+    return out[:num_items]
+
+
 def gemm_dtype(device: torch.device) -> torch.dtype:
     """What dequantised weights are kept in on ``device``.
 
@@ -109,9 +166,11 @@ def gemm_dtype(device: torch.device) -> torch.dtype:
 def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Decoding tables: ``ue8m0`` [256] powers of two, ``e2m1`` [256, 2] both nibbles of a byte."""
     if name == "ue8m0":
-        return torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64).to(device, dtype)
-    signed = _E2M1 + tuple(-value for value in _E2M1)
-    return torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=dtype, device=device)
+        values = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64).to(dtype)
+    else:
+        signed = _E2M1 + tuple(-value for value in _E2M1)
+        values = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=dtype)
+    return to_device(values, device)
 
 
 def _ceil_power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:

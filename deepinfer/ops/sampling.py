@@ -8,7 +8,7 @@ Words used throughout:
 
 All randomness is a pure function of (request seed, decided position, stream, draft index, vocabulary id), so nothing is stored
 and nothing has to be rolled back.  Streams are independent; sharing the noise of drafts and of emitted tokens would break the
-ratio test (dspark.md §7.3).
+ratio test (DSpark paper, verification).
 
 Invariants: a row's result does not depend on the other rows, bit for bit (:func:`schedule_lengths` excepted: ranking requests
 against each other is its purpose).  No body waits for the device.  Every row of logits has a finite maximum among the allowed
@@ -28,16 +28,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import accumulation_dtype, linear_bf16, matmul_rows, sigmoid
-
-GREEDY_TEMPERATURE: Final = 1e-5
-"""Temperatures below it mean greedy decoding (serving.md §1.2)."""
+from deepinfer.ops.quant import accumulation_dtype, linear_bf16, matmul_rows, row_sum, sigmoid
+from deepinfer.request import GREEDY_TEMPERATURE
 
 LOGPROB_FLOOR: Final = -9999.0
 """Smallest log-probability reported: JSON has no infinity."""
 
 DEGENERATE_MASS: Final = 1e-8
-"""A residual that holds less than this is rounding noise; the target itself is drawn from instead (dspark.md §3.3)."""
+"""A residual that holds less than this is rounding noise; the target itself is drawn from instead."""
 
 DraftMode = Literal["argmax", "sampled", "coupled"]
 """How drafts are chosen.
@@ -92,13 +90,13 @@ ACCEPT_STREAM: Final = 2
 EMIT_STREAM: Final = 3
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int64 that has the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN: Final = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIERS: Final = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+_GOLDEN: Final = signed(0x9E3779B97F4A7C15)
+_MULTIPLIERS: Final = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -132,11 +130,11 @@ def noise_bits(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, su
     Returns:
         int64 of the broadcast shape.
 
-    Source: dspark.md §7.3.
+    Source: SplitMix64, as :func:`_mix`.
     """
     state = _mix(seeds + _GOLDEN)
     state = _mix(state + (positions.long() + 1) * _GOLDEN)
-    state = _mix(state + _signed((stream + (draft_idx << 8)) * _GOLDEN % (1 << 64)))
+    state = _mix(state + signed((stream + (draft_idx << 8)) * _GOLDEN % (1 << 64)))
     return _mix(state + (sub_indices + 1) * _GOLDEN)
 
 
@@ -163,21 +161,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, 
 # ------------------------------------------------------------------------------------------------------------- building blocks
 
 
-def _row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, [..., width] -> [...], in an order fixed by the width.
-
-    torch splits the sum of a single long row (above 32768 elements) over its threads, and so rounds it differently from the
-    same row inside a batch.  Sums of 256 elements, then of at most width / 256 partial sums, stay below that.
-    """
-    width = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, -width % 256))
-    return padded.view(*x.shape[:-1], -(-width // 256), 256).sum(-1).sum(-1)
-
-
 def _log_normaliser(logits: Tensor) -> Tensor:
     """log(sum(exp)) over the last dim, which is kept."""
     best = logits.amax(-1, keepdim=True)
-    return best + torch.log(_row_sum(torch.exp(logits - best)))[..., None]
+    return best + torch.log(row_sum(torch.exp(logits - best)))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -271,7 +258,7 @@ def _emission_weights(logits: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
         one of :func:`sample`, and where the residual has no mass to speak of.
     """
     residual = (torch.exp(_log_softmax(logits)) - q).clamp_min(0.0)
-    usable = rejected & (_row_sum(residual) > DEGENERATE_MASS)
+    usable = rejected & (row_sum(residual)[..., 0] > DEGENERATE_MASS)
     return torch.where(usable[:, None], torch.log(residual), logits)
 
 
@@ -332,7 +319,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, bias: Tensor | None = Non
     Returns:
         [num_logits, vocab] fp32 (fp64 for fp64 logits), -inf where removed.
 
-    Source: dspark.md §3.2.
+    Source: p = softmax of the row is what :func:`sample` draws from and :func:`verify` accepts by.
     """
     return _process(logits, rows, bias, mask)
 
@@ -359,7 +346,7 @@ def sample(
         ids: [num_logits] int64.
         logprobs: [num_logits] fp32 (fp64 for fp64 logits), at least -9999.
 
-    Source: dspark.md §7.3, stream E.
+    Source: argmax_v(log p(v) + g(v)) with Gumbel noise g is a draw from p; g from EMIT_STREAM.
     """
     ids = _draw(_process(logits, rows, bias, mask), rows, positions)
     return ids, _token_logprobs(logits, ids)
@@ -438,7 +425,7 @@ def verify(
         num_accepted: [num_requests] int64.
         emitted: [num_requests, width + 1] int64: the accepted drafts, one more token, then -1.
 
-    Source: dspark.md §3.3, §3.4; streams A and E of §7.3.
+    Source: DSpark paper, verification; uniforms of ACCEPT_STREAM, Gumbel noise of EMIT_STREAM.
     """
     draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
     width, num_logits = draft_ids.shape[1], target_logits.shape[0]
@@ -496,7 +483,7 @@ def verify_coupled(
 
     Args and returns: as :func:`verify`, without draft logits.
 
-    Source: dspark.md §7.5.
+    Source: accept iff draft = argmax_v(log p(v) + g(v)), the draft being argmax_v(log q(v) + g(v)) with the same noise g.
     """
     draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
     width, num_logits = draft_ids.shape[1], target_logits.shape[0]
@@ -550,13 +537,13 @@ def markov_step(
             these numbers, not rounded.
         confidence: [num_rows] same dtype, in [0, 1]: probability that draft k is accepted given that those before it are.
 
-    Source: dspark.md §1.6, §3.1; stream D of §7.3.
+    Source: DSpark paper, Markov head and confidence head; Gumbel noise of DRAFT_STREAM (EMIT_STREAM in mode ``coupled``).
     """
     dtype = accumulation_dtype(base_logits)
     token = embed[prev].to(dtype)
     logits = base_logits.to(dtype) + matmul_rows(token, head.to(dtype))
     features = torch.cat([hidden.to(dtype), token], dim=-1)
-    confidence = sigmoid(_row_sum(features * confidence_weight.to(dtype)))
+    confidence = sigmoid(row_sum(features * confidence_weight.to(dtype))[..., 0])
     if mode == "argmax":
         return _best(logits), logits, confidence
     stream, round_key = (EMIT_STREAM, 0) if mode == "coupled" else (DRAFT_STREAM, draft_idx)
@@ -585,7 +572,7 @@ def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) ->
     Returns:
         [num_requests] int64 with sum min(budget, sum(clamp(caps, 0, width))).
 
-    Source: dspark.md §4.4, §4.5, §4.7.
+    Source: DSpark paper, confidence-scheduled verification.
     """
     width = confidences.shape[1]
     # [width, num_requests]: with j outside and the request inside, a stable sort settles ties as promised.

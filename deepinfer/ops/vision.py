@@ -18,7 +18,7 @@ from deepinfer.ops.op import op
 from deepinfer.ops.quant import accumulation_dtype, matmul_rows, rms_norm, sigmoid
 
 NORM_EPS: Final = 1e-6
-"""Not in the configuration file (model.md §2.5); the text model uses another."""
+"""Not in the configuration file; the text model uses another."""
 
 _BF16_STEP: Final = 2.0**-8
 """Largest relative error of one rounding to bf16, and the unit of the tolerances below."""
@@ -64,7 +64,7 @@ def rope_table(grid_h: int, grid_w: int, head_dim: int, theta: float, device: to
     Returns:
         cos, sin: [grid_h x grid_w, head_dim / 2] fp64; row-major patches; angles row·f_0, row·f_1, ..., col·f_0, col·f_1, ...
 
-    Source: model.md §7.2.
+    Source: model report, vision section; ``rope_theta`` of ``vision_config``.
     """
     exponents = torch.arange(head_dim // 4, dtype=torch.float64, device=device) * (-4 / head_dim)
     frequencies = torch.pow(theta, exponents)
@@ -94,7 +94,7 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     Returns:
         [num_patches, 3 x patch_size²]; patches row-major, values in channel, row, column order.
 
-    Source: model.md §7.2.
+    Source: model report, vision section; ``patch_size``.
     """
     channels, height, width = pixels.shape
     split = pixels.reshape(channels, height // patch_size, patch_size, width // patch_size, patch_size)
@@ -121,7 +121,7 @@ def vision_attention(x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor) ->
     Returns:
         [num_patches, hidden_size] in x's dtype, to be added to x.
 
-    Source: model.md §7.2; scale head_dim^-0.5, no sink.  Cost: num_patches² x hidden_size x 4 operations.
+    Source: model report, vision section; scale head_dim^-0.5, no sink.  Cost: num_patches² x hidden_size x 4 operations.
     """
     wide = accumulation_dtype(x)
     head_dim = 2 * cos.shape[-1]
@@ -145,7 +145,7 @@ def vision_mlp(x: Tensor, block: VisionBlock) -> Tensor:
     Returns:
         [num_patches, hidden_size] in x's dtype, to be added to x.
 
-    Source: model.md §7.2.
+    Source: model report, vision section.
     """
     gate, up = _linear(rms_norm(x, block.norm2, NORM_EPS), block.w1).to(accumulation_dtype(x)).chunk(2, dim=-1)
     return _linear((gate * sigmoid(gate) * up).to(x.dtype), block.w2)
@@ -162,7 +162,7 @@ def cells(x: Tensor, grid_h: int, grid_w: int, ratio: int) -> Tensor:
     Returns:
         [num_tokens, hidden_size x ratio²], row-major; index = channel x ratio² + row x ratio + column.
 
-    Source: model.md §7.3.
+    Source: model report, vision section; ``downsample_ratio``.
     """
     grid = x.view(grid_h, grid_w, -1)
     grid = torch.nn.functional.pad(grid, (0, 0, 0, -grid_w % ratio, 0, -grid_h % ratio))
@@ -181,7 +181,7 @@ def aligner(x: Tensor, w1: Tensor, w1_bias: Tensor, w2: Tensor, w2_bias: Tensor)
     Returns:
         [num_tokens, hidden_size] in x's dtype.
 
-    Source: model.md §7.3.
+    Source: model report, vision section.
     """
     inner = _linear(x, w1, w1_bias).to(accumulation_dtype(x))
     # Composed from erf, which rounds alike everywhere; torch's gelu rounds differently in the tail of a vector.

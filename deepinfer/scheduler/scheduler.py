@@ -1,24 +1,31 @@
-"""Token budget, admission and commit.
+"""Token budget, admission, preemption and commit.
 
-A step raises every chosen request's ``num_computed_tokens`` towards its ``num_tokens``; a request that catches up gets a new
-token.  Prefill, chunked prefill and decode are the same thing with other numbers.
+A step raises every chosen request's computed tokens towards those it has; a request that catches up gets a new token.  Prefill,
+chunks of it, decode, replay after a prefix hit and recompute after preemption are the same thing with other numbers.
 
-A request is admitted when a state slot is free and pages for its longest possible output are: an admitted request always ends.
+:meth:`Scheduler.plan` may run once more before the step before is committed.  It then counts on the tokens that this step will
+bring, without knowing them; an answer that turns out to have ended costs one row of the step that is under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from deepinfer.errors import ContextTooLong, RequestError
-from deepinfer.kv.layout import KVLayout
-from deepinfer.kv.pages import FreeList
+from deepinfer.kv.manager import Holding, KVManager
 from deepinfer.request import FinishReason, Request, RequestOutput
-from deepinfer.step import Chunk, StepPlan, StepResult
+from deepinfer.scheduler import policy
+from deepinfer.scheduler.row import Row
+from deepinfer.step import PENDING, PLACEHOLDER, Chunk, Sampled, StepPlan, StepResult
+
+NO_LIMIT = 1 << 30
+_PENDING_IDS = np.array([PENDING], dtype=np.int32)
+_DUMMY_IDS = np.zeros(1, dtype=np.int32)
+_PENDING_IDS.flags.writeable = _DUMMY_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +33,16 @@ class Limits:
     """What a scheduler may spend.
 
     Attributes:
-        max_model_len: prompt plus output of one request.
+        max_model_len: prompt plus output tokens of one request.
         max_num_seqs: requests running at once.
         max_num_batched_tokens: tokens of one step.
         eos_token_id: ends a request that does not ignore it.
         image_token_id: marks image positions.
+        chunked_prefill: whether a prompt may be cut to the budget of a step; otherwise every prompt must fit into one.
+        stop_preempted_request: end a preempted request instead of computing it again.
+        max_sum_keys: most keys, summed over the prompts of a step; its first prompt is taken whatever its length.
+        decoder_keep_tokens: last tokens of a prompt that the decoder half runs over; 0 for all.
+        save_states: save a request's state at page boundaries, and end a chunk at the last one of its prompt.
     """
 
     max_model_len: int
@@ -38,178 +50,639 @@ class Limits:
     max_num_batched_tokens: int
     eos_token_id: int
     image_token_id: int
+    chunked_prefill: bool = True
+    stop_preempted_request: bool = False
+    max_sum_keys: int = NO_LIMIT
+    decoder_keep_tokens: int = 0
+    save_states: bool = True
 
 
-class _Running:
-    """An admitted request: what it holds and how far it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """What a scheduler has and did.
 
-    def __init__(self, request: Request, slot: int, page_ids: tuple[int, ...], num_tokens_max: int) -> None:
-        self.request = request
-        self.slot = slot
-        self.page_ids = page_ids
-        self.num_tokens_max = num_tokens_max
-        self.num_tokens = len(request.prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.num_image_computed = 0
-        self._token_ids = np.empty(num_tokens_max, dtype=np.int32)
-        self._token_ids[: self.num_tokens] = request.prompt_token_ids
+    Attributes:
+        num_running, num_waiting: unfinished requests with and without memory.
+        num_pages, num_held_pages, num_cached_pages: pages in all; held by requests; unheld, with content that can be found.
+        num_slots, num_held_slots, num_saved_states: the same for slots.
+        num_steps: committed.
+        num_computed_tokens: rows of the committed steps.
+        num_output_tokens: committed.
+        num_asked_tokens, num_hit_tokens, num_replayed_tokens: tokens of all admissions; of these, found in the prefix cache; of
+            these, computed again to rebuild state.
+        num_preempted: times that a request lost its memory.
+        num_finished: reason -> requests that ended for it.
+    """
 
-    def tokens(self, first: int, last: int) -> npt.NDArray[np.int32]:
-        return self._token_ids[first:last]
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_held_pages: int
+    num_cached_pages: int
+    num_slots: int
+    num_held_slots: int
+    num_saved_states: int
+    num_steps: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_asked_tokens: int
+    num_hit_tokens: int
+    num_replayed_tokens: int
+    num_preempted: int
+    num_finished: Mapping[FinishReason, int]
 
-    def append(self, token_id: int) -> None:
-        self._token_ids[self.num_tokens] = token_id
-        self.num_tokens += 1
+
+_InFlight = tuple[Row, int, int, int, bool]
+"""A chunk in flight: row, its generation, end of the chunk, logits asked for, whether state is saved at the end."""
+
+
+class _Making:
+    """The plan that is being made."""
+
+    __slots__ = ("budget", "chunks", "entries", "fresh", "has_preempted", "held", "num_keys", "page_copies", "started")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.num_keys = 0  # keys that prompts see
+        self.chunks: list[Chunk] = []
+        self.entries: list[_InFlight] = []
+        self.page_copies: list[tuple[int, int]] = []
+        self.fresh: list[Holding] = []  # their copies are in this plan
+        self.held: set[Row] = set()  # not to be planned: a branch waits for their commit, or they have just started
+        self.started: set[Row] = set()  # branches that are in the plan already
+        self.has_preempted = False
 
 
 class Scheduler:
-    """Owns requests, pages and slots.
+    """Owns requests; what they hold is the manager's.
 
-    Invariant: every page and slot is free or belongs to exactly one running request.
+    Invariant: an unfinished request runs, or waits in the queue, or waits for a row to branch from, or waits for its inputs; it
+    holds memory exactly if it runs.  A request ends exactly once.  At most two steps are planned and not committed.
+
+    Attributes:
+        kv: pages, slots and what can be found in them.
+        limits: what may be spent.
     """
 
-    def __init__(self, layout: KVLayout, limits: Limits, *, num_pages: int, num_slots: int) -> None:
-        """``num_pages`` and ``num_slots`` include page 0 and slot 0."""
-        self.layout = layout
+    def __init__(self, kv: KVManager, limits: Limits) -> None:
+        """Nothing to do.  ``kv`` must not be changed by anybody else."""
+        assert kv.margin >= limits.decoder_keep_tokens, "a hit leaves all tokens that the decoder half runs over"
+        self.kv = kv
         self.limits = limits
-        self.pages = FreeList(num_pages, "pages")
-        self.slots = FreeList(num_slots, "slots")
-        self._waiting: deque[Request] = deque()
-        self._running: dict[str, _Running] = {}
+        self._page_tokens = kv.layout.page_tokens
+        self._lookback_tokens = kv.layout.config.engram_max_ngram_size - 1
+        # A slot still holds the state of a few tokens earlier, for drafts that are rejected.
+        self._rollback_tokens = kv.layout.ring_tokens - kv.layout.config.sliding_window - 1
+        self._rows: dict[str, Row] = {}
+        self._running: dict[str, Row] = {}
+        self._waiting = policy.Queue()
+        self._branches: dict[str, Row] = {}
+        self._in_flight: deque[tuple[StepPlan, list[_InFlight]]] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._num_arrived = self._num_steps = self._num_computed = self._num_sampled = self._num_preempted = 0
+        self._num_finished = dict.fromkeys(FinishReason, 0)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self._waiting and not self._running
+        """Whether no request is unfinished and no record waits in :meth:`take_outputs`."""
+        return not self._rows and not self._outputs
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._waiting) + len(self._running)
+        return len(self._rows)
 
-    def _num_tokens_max(self, request: Request) -> int:
-        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limits.max_model_len)
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether such a request is known and has not ended."""
+        return request_id in self._rows
 
-    def add(self, request: Request) -> None:
+    # Requests come and go
+
+    def add(self, request: Request, *, is_schedulable: bool = True) -> None:
         """Queue a request.
 
+        Args:
+            is_schedulable: False makes it wait for :meth:`set_schedulable`.
+
         Raises:
-            RequestError: empty prompt, an id already in use, or a need that the page pool can never meet.
-            ContextTooLong: the prompt leaves no room for a token.
+            RequestError: empty prompt or id, an id already in use, checkpoints that are none, or a need that can never be met.
+            ContextTooLong: the prompt leaves no room for a token, or does not fit into a step and may not be cut.
         """
-        num_prompt, limit = len(request.prompt_token_ids), self.limits.max_model_len
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token")
-        if request.request_id in self._running or any(r.request_id == request.request_id for r in self._waiting):
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
-        if num_prompt >= limit:
-            raise ContextTooLong(
-                f"prompt of {num_prompt} tokens leaves no room for output in the context limit of {limit}; "
-                "shorten the prompt or raise max_model_len"
-            )
-        needed, held = self.layout.pages_for(self._num_tokens_max(request)), self.pages.size - 1
-        if needed > held:
+        self._check_request(request)
+        row = self._row(request, is_schedulable)
+        self._rows[request.request_id] = row
+        if is_schedulable:
+            self._waiting.push(row)
+
+    def fork(self, request_id: str, request: Request, *, is_schedulable: bool = True) -> None:
+        """Queue a request that continues an unfinished one, sharing what is computed of it.
+
+        Its prompt is the first tokens of the other one, and any tokens behind them.  It starts when these are computed, as soon
+        as nothing of the other request is in flight, whatever waits in the queue.  If the other one ends or is preempted before,
+        or is already more than the few tokens further that a state can be rolled back, the new request is admitted like others.
+
+        With bounded decoder replay, tokens that the other request ran through the decoder half keep its decoder floor.
+
+        Raises:
+            RequestError: no such request, another tenant, other tokens or pictures, or as for :meth:`add`.
+            ContextTooLong: as for :meth:`add`.
+        """
+        parent = self._rows.get(request_id)
+        if parent is None:
+            raise RequestError(f"request {request_id!r} is not there to be forked; it has ended, or the id is wrong")
+        self._check_request(request)
+        if request.salt != parent.request.salt:
+            raise RequestError("a fork of another tenant's request was asked for; use the salt of the request that is forked")
+        row = self._row(request, is_schedulable)
+        shared = min(row.num_tokens, parent.num_tokens)
+        differing = np.flatnonzero(row.token_ids[:shared] != parent.token_ids[:shared])
+        if len(differing):
             raise RequestError(
-                f"the request may need {needed} pages of {self.layout.page_tokens} tokens, the pool has {held}; "
-                "lower max_tokens, shorten the prompt or give the engine more memory"
+                f"the prompt of the fork differs from the tokens of request {request_id!r} at position {differing[0]}; "
+                "start it with the tokens of that request"
             )
-        self._waiting.append(request)
+        theirs = {at: content for at, content in parent.request.images.items() if at < shared}
+        if theirs != {at: content for at, content in request.images.items() if at < shared}:
+            raise RequestError(f"the fork has other pictures than request {request_id!r}; give it the same ones")
+        row.parent = (parent, parent.generation)
+        self._rows[request.request_id] = self._branches[request.request_id] = row
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.limits.max_num_seqs and self.slots.num_free:
-            request = self._waiting[0]
-            num_tokens_max = self._num_tokens_max(request)
-            needed = self.layout.pages_for(num_tokens_max)
-            if needed > self.pages.num_free:
-                return
-            self._waiting.popleft()
-            (slot,) = self.slots.take(1)
-            self._running[request.request_id] = _Running(request, slot, self.pages.take(needed), num_tokens_max)
+    def set_schedulable(self, request_id: str, is_schedulable: bool) -> bool:
+        """Say whether the inputs of a request are ready: pictures, grammar, memory that arrives from elsewhere.
 
-    def plan(self) -> StepPlan | None:
-        """Choose the next step: decoding requests first, then prompts in order of arrival; None if there is nothing to do."""
-        self._admit()
-        budget = self.limits.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        by_urgency = sorted(self._running.values(), key=lambda each: each.num_tokens - each.num_computed_tokens > 1)
-        for each in by_urgency:
-            count = min(each.num_tokens - each.num_computed_tokens, budget)
-            if count == 0:
-                break
-            budget -= count
-            start, end = each.num_computed_tokens, each.num_computed_tokens + count
-            token_ids = each.tokens(start, end)
-            chunks.append(
-                Chunk(
-                    request_id=each.request.request_id,
-                    slot=each.slot,
-                    start=start,
-                    token_ids=token_ids,
-                    page_ids=each.page_ids[: self.layout.pages_for(end)],
-                    num_image_before=each.num_image_computed,
-                    num_logits=int(end == each.num_tokens),
-                )
-            )
-        return StepPlan(chunks=tuple(chunks)) if chunks else None
+        A request that is not schedulable stays out of plans; what it holds it keeps, unless it is preempted.
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take over what a step did; requests aborted meanwhile are passed over."""
-        outputs = []
-        for chunk in plan.chunks:
-            each = self._running.get(chunk.request_id)
-            if each is None:
-                continue
-            each.num_computed_tokens = chunk.start + len(chunk.token_ids)
-            each.num_image_computed += int((chunk.token_ids == self.limits.image_token_id).sum())
-            sampled = result.sampled.get(chunk.request_id)
-            if sampled is None:
-                continue
-            each.append(sampled.token_id)
-            params = each.request.params
-            reason = None
-            if sampled.token_id == self.limits.eos_token_id and not params.ignore_eos:
-                reason = FinishReason.STOP
-            elif each.num_tokens == each.num_tokens_max:
-                reason = FinishReason.LENGTH
-            num_prompt = len(each.request.prompt_token_ids)
-            outputs.append(
-                RequestOutput(
-                    request_id=chunk.request_id,
-                    prompt_len=num_prompt,
-                    token_id=sampled.token_id,
-                    finished=reason is not None,
-                    finish_reason=reason,
-                    num_output_tokens=each.num_tokens - num_prompt,
-                    max_num_batched_tokens=self.limits.max_num_batched_tokens,
-                    token_logprobs=sampled.logprob,
-                    top_token_ids=sampled.top_token_ids,
-                    top_logprobs=sampled.top_logprobs,
-                )
-            )
-            if reason is not None:
-                self._release(chunk.request_id)
+        Returns:
+            whether the request was there.
+        """
+        row = self._rows.get(request_id)
+        if row is None:
+            return False
+        if row.is_schedulable != is_schedulable:
+            row.is_schedulable = is_schedulable
+            if row.holding is None and request_id not in self._branches:
+                if is_schedulable:
+                    self._waiting.push(row)
+                else:
+                    self._waiting.remove(row)
+        return True
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
+        """Drop requests, waiting, running or in flight; unknown ones are passed over.  No record of them comes any more.
+
+        Returns:
+            how many were there, and how many tokens they had, prompts included.
+        """
+        assert not isinstance(request_ids, str), "several ids are expected, not the letters of one"
+        num_requests = num_tokens = 0
+        for request_id in request_ids:
+            row = self._rows.get(request_id)
+            if row is not None:
+                num_requests += 1
+                num_tokens += row.num_tokens
+                self._end(row, FinishReason.ABORT)
+        return num_requests, num_tokens
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Records of requests that ended without a step; the next :meth:`commit` gives them too."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def abort(self, request_id: str) -> bool:
-        """Drop a request, waiting or running; returns whether it was there."""
-        if request_id in self._running:
-            self._release(request_id)
-            return True
-        before = len(self._waiting)
-        self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
-        return len(self._waiting) < before
+    def _row(self, request: Request, is_schedulable: bool) -> Row:
+        num_prompt, keep = len(request.prompt_token_ids), self.limits.decoder_keep_tokens
+        row = Row(
+            request,
+            arrival=self._num_arrived,
+            num_tokens_max=min(num_prompt + request.params.max_tokens, self.limits.max_model_len),
+            decoder_floor=max(0, num_prompt - keep) if keep else 0,
+            page_tokens=self._page_tokens,
+            image_token_id=self.limits.image_token_id,
+        )
+        row.is_schedulable = is_schedulable
+        self._num_arrived += 1
+        return row
 
-    def _release(self, request_id: str) -> None:
-        each = self._running.pop(request_id)
-        self.pages.give_back(each.page_ids)
-        self.slots.give_back((each.slot,))
+    def _check_request(self, request: Request) -> None:
+        num_prompt, limits = len(request.prompt_token_ids), self.limits
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if not request.request_id:
+            raise RequestError("the request id is empty; choose another")
+        if request.request_id in self._rows:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
+        if num_prompt >= limits.max_model_len:
+            raise ContextTooLong(
+                f"prompt of {num_prompt} tokens leaves no room for output in the context limit of {limits.max_model_len}; "
+                "shorten the prompt or raise max_model_len"
+            )
+        if not limits.chunked_prefill and num_prompt > limits.max_num_batched_tokens:
+            raise ContextTooLong(
+                f"prompt of {num_prompt} tokens exceeds the {limits.max_num_batched_tokens} of a step and may not be cut; "
+                "shorten the prompt, raise max_num_batched_tokens or turn chunked_prefill on"
+            )
+        for position in request.checkpoints:
+            if position % self._page_tokens or not 0 < position <= num_prompt:
+                raise RequestError(
+                    f"checkpoint {position} is not a multiple of {self._page_tokens} inside the prompt of {num_prompt} tokens; "
+                    "state can be saved at ends of pages only"
+                )
+        needed = self.kv.layout.pages_for(min(num_prompt + request.params.max_tokens, limits.max_model_len))
+        if needed > self.kv.num_pages:
+            raise RequestError(
+                f"the request may need {needed} pages of {self._page_tokens} tokens, the pool has {self.kv.num_pages}; "
+                "lower max_tokens, shorten the prompt or give the engine more memory"
+            )
+
+    def _end(self, row: Row, reason: FinishReason) -> None:
+        request_id = row.request.request_id
+        if row.holding is not None:
+            self._vacate(row)
+        else:
+            if request_id in self._branches:
+                del self._branches[request_id]
+            elif row.is_schedulable:
+                self._waiting.remove(row)
+            row.vacate()  # others may wait to branch from it
+        del self._rows[request_id]
+        self._num_finished[reason] += 1
+
+    def _vacate(self, row: Row) -> None:
+        """Take back what a running row holds; its chunks in flight are void."""
+        assert row.holding is not None, "a running row holds memory"
+        self.kv.release(row.holding)
+        del self._running[row.request.request_id]
+        row.vacate()
+
+    # Planning
+
+    def plan(self, *, placeholder: bool = False) -> StepPlan | None:
+        """Choose the next step; see :mod:`deepinfer.scheduler.policy` for who comes first.
+
+        Args:
+            placeholder: where there is nothing to do, plan one token of nobody, for ranks that must step together.
+
+        Returns:
+            None if there is nothing to do, or nothing before the step in flight is committed.  Every plan must be committed, in
+            order.
+        """
+        assert len(self._in_flight) < 2, "commit the oldest step before another is planned"
+        making = _Making(self.limits.max_num_batched_tokens)
+        if self._branches:
+            self._plan_branches(making)
+        decoding, prefilling = self._schedulable(making.held)
+        self._plan_decodes(making, decoding)
+        self._plan_prefills(making, prefilling)
+        if not making.has_preempted:
+            self._admit(making)
+        for holding in making.fresh:
+            self.kv.restored(holding)
+        if not making.chunks:
+            if not placeholder:
+                return None
+            making.chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
+        plan = StepPlan(chunks=tuple(making.chunks), page_copies=tuple(making.page_copies))
+        self._in_flight.append((plan, making.entries))
+        return plan
+
+    def _schedulable(self, held: set[Row]) -> tuple[list[Row], list[Row]]:
+        """Running rows that can be planned: those that decode, and those with prompt left."""
+        decoding, prefilling = [], []
+        for row in self._running.values():
+            if not row.is_schedulable or row in held:
+                continue
+            if row.num_planned_tokens < row.num_prefill_tokens:
+                prefilling.append(row)
+            elif row.num_tokens + row.num_sampling < row.num_tokens_max:
+                decoding.append(row)
+        return decoding, prefilling
+
+    def _plan_decodes(self, making: _Making, rows: list[Row]) -> None:
+        if len(rows) > making.budget:
+            rows = policy.in_order_of_service(rows)[: making.budget]
+        short = [row for row in rows if row.num_planned_tokens >= row.num_room_tokens]
+        left_out: set[Row] = set()
+        for row in policy.in_order_of_service(short):
+            if row.holding is not None and not self._grow(making, row):
+                left_out.add(row)
+        for row in rows:
+            if row.holding is not None and row not in left_out:
+                self._plan_chunk(making, row, 1)
+
+    def _grow(self, making: _Making, row: Row) -> bool:
+        """Give a row the page of its next token, taking memory from others if need be; False if it has to do without."""
+        assert row.holding is not None, "a running row holds memory"
+        num_tokens = row.num_planned_tokens + 1
+        while not self.kv.grow(row.holding, num_tokens):
+            chosen = policy.victim(each for each in self._running.values() if each is row or each not in making.started)
+            if chosen is row and row.num_in_flight:
+                return False  # what is in flight brings it a token first, or preemption could repeat without end
+            if chosen.num_tokens + chosen.num_sampling == chosen.num_tokens_max:
+                return False  # it ends with what is in flight
+            self._preempt(making, chosen)
+            if chosen is row:
+                return False
+        row.num_room_tokens = row.holding.num_pages * self._page_tokens
+        return True
+
+    def _preempt(self, making: _Making, row: Row) -> None:
+        making.has_preempted = True
+        self._num_preempted += 1
+        if self.limits.stop_preempted_request:
+            self._end(row, FinishReason.INSUFFICIENT)
+            self._outputs.append(self._output(row, None, FinishReason.INSUFFICIENT))
+            return
+        self._vacate(row)
+        row.is_resumed = True
+        if row.is_schedulable:
+            self._waiting.push(row)
+
+    def _plan_prefills(self, making: _Making, rows: list[Row]) -> None:
+        for row in policy.in_order_of_admission(rows):
+            if making.budget == 0:
+                return
+            if row.holding is None:  # preempted in this plan
+                continue
+            count = self._num_prefill(making, row, row.num_planned_tokens)
+            if count:
+                self._plan_chunk(making, row, count)
+
+    def _num_prefill(self, making: _Making, row: Row, start: int) -> int:
+        """Tokens of a row's prefill that this step takes from ``start`` on: budget, summed keys, places to stop."""
+        stop = next((each for each in row.stops if start < each), row.num_prefill_tokens)
+        count = min(stop - start, making.budget)
+        room = self.limits.max_sum_keys - making.num_keys
+        if making.num_keys and start + count > room:
+            count = max(0, room - start)
+        if count < stop - start and not self.limits.chunked_prefill and not row.is_resumed:
+            return 0
+        return count
+
+    def _admit(self, making: _Making) -> None:
+        limits, kv = self.limits, self.kv
+        while (row := self._waiting.head) is not None:
+            if making.budget == 0 or len(self._running) >= limits.max_num_seqs or not kv.num_free_slots:
+                return
+            row.extend_chain(row.num_tokens)
+            hit = kv.plan_hit(row.chain, row.num_tokens, exact=row.is_resumed, decoder_floor=self._decoder_floor(row))
+            self._set_prefill(row)
+            count = self._num_prefill(making, row, hit.start)
+            if not count:
+                return
+            holding = kv.admit(row.chain, hit, row.num_tokens)
+            if holding is None:
+                return
+            self._waiting.remove(row)
+            if not row.is_resumed:
+                row.num_cached_tokens = hit.start
+            self._start(making, row, holding, hit.start, count)
+
+    def _set_prefill(self, row: Row) -> None:
+        row.num_prefill_tokens = row.num_tokens
+        stops = set(row.request.checkpoints)
+        if self.limits.save_states:
+            stops.add(row.num_tokens // self._page_tokens * self._page_tokens)
+        row.stops = tuple(sorted(stops))
+
+    def _start(self, making: _Making, row: Row, holding: Holding, start: int, count: int) -> None:
+        """Let a row run on ``holding``, and plan its first ``count`` tokens from ``start`` on."""
+        row.holding, row.slot = holding, holding.slot
+        row.num_computed_tokens = row.num_planned_tokens = start
+        row.num_room_tokens = holding.num_pages * self._page_tokens
+        row.num_published_tokens = holding.num_published * self._page_tokens
+        row.window_floor, row.write_floor = holding.window_floor, holding.num_hit_tokens
+        if row.has_images:
+            row.num_images_planned = int((row.token_ids[:start] == self.limits.image_token_id).sum())
+        self._running[row.request.request_id] = row
+        making.fresh.append(holding)
+        self._plan_chunk(making, row, count, is_first=True)
+
+    def _plan_branches(self, making: _Making) -> None:
+        kv = self.kv
+        for row in list(self._branches.values()):
+            assert row.parent is not None, "a branch has a parent"
+            parent, generation = row.parent
+            if parent.generation != generation:
+                self._unbranch(row)
+                continue
+            if not row.is_schedulable or parent.holding is None:
+                continue
+            if parent.num_computed_tokens < min(row.num_tokens - 1, parent.num_prefill_tokens):
+                continue
+            start = min(parent.num_computed_tokens, row.num_tokens - 1)
+            num_pages = kv.layout.pages_for(row.num_tokens) - start // self._page_tokens
+            if len(self._running) >= self.limits.max_num_seqs or not kv.num_free_slots or num_pages > kv.num_free_pages:
+                continue
+            if parent.num_in_flight:
+                making.held.add(parent)
+            elif self._can_branch(row, parent, start):
+                self._branch(making, row, parent, start)
+            else:
+                self._unbranch(row)
+
+    def _unbranch(self, row: Row) -> None:
+        """Make a branch wait like any other request."""
+        row.parent = None
+        del self._branches[row.request.request_id]
+        if row.is_schedulable:
+            self._waiting.push(row)
+
+    def _can_branch(self, row: Row, parent: Row, start: int) -> bool:
+        """Whether the state and the pages of ``parent`` serve ``row`` from ``start`` on."""
+        is_near = parent.num_computed_tokens - start <= self._rollback_tokens and start >= parent.write_floor
+        return is_near and bool((row.token_ids[:start] == parent.token_ids[:start]).all())
+
+    def _branch(self, making: _Making, row: Row, parent: Row, start: int) -> None:
+        self._set_prefill(row)
+        count = self._num_prefill(making, row, start)
+        if not count:
+            return
+        assert parent.holding is not None, "a row that others branch from runs"
+        forked = self.kv.fork(parent.holding, start)
+        if forked is None:
+            return
+        holding, copies = forked
+        if not self.kv.grow(holding, row.num_tokens):
+            self.kv.release(holding)
+            return
+        row.parent = None
+        del self._branches[row.request.request_id]
+        making.page_copies += copies
+        making.held.add(row)
+        making.started.add(row)
+        row.num_cached_tokens = start
+        if start > row.decoder_floor:  # the decoder half ran over tokens before it, with the parent's floor
+            row.decoder_floor = parent.decoder_floor
+        self._start(making, row, holding, start, count)
+
+    def _plan_chunk(self, making: _Making, row: Row, count: int, *, is_first: bool = False) -> None:
+        """Add the next ``count`` tokens of a row to the plan."""
+        assert row.holding is not None, "a planned row runs"
+        start, limits = row.num_planned_tokens, self.limits
+        end = start + count
+        if end <= row.num_tokens:
+            token_ids = row.token_ids[start:end]
+        else:
+            assert start == row.num_tokens, "a token in flight is computed in a step of its own"
+            token_ids = _PENDING_IDS
+        num_logits = int(end == row.num_tokens + row.num_sampling)
+        save_to = None
+        if end % self._page_tokens == 0:
+            save_to = self._save_slot(row, end)
+        lookback_ids = None
+        if is_first and start:
+            lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
+        chunk = Chunk(
+            request_id=row.request.request_id,
+            slot=row.slot,
+            start=start,
+            token_ids=token_ids,
+            page_ids=row.holding.page_ids,
+            num_image_before=row.num_images_planned,
+            num_logits=num_logits,
+            window_floor=row.window_floor,
+            write_floor=row.write_floor,
+            decoder_floor=row.decoder_floor,
+            lookback_ids=lookback_ids,
+            restore_from=row.holding.restore_from if is_first else None,
+            save_to=save_to,
+        )
+        making.chunks.append(chunk)
+        making.entries.append((row, row.generation, end, num_logits, save_to is not None))
+        making.budget -= count
+        if start < row.num_prefill_tokens:
+            making.num_keys += end
+        if row.has_images and start < row.num_prompt_tokens:
+            row.num_images_planned += int((token_ids == limits.image_token_id).sum())
+        row.num_planned_tokens = end
+        row.num_sampling += num_logits
+        row.num_in_flight += 1
+
+    def _save_slot(self, row: Row, end: int) -> int | None:
+        """Slot for the state at a page boundary, unless it is not whole there or a request waits for the slot."""
+        if not self.limits.save_states or end < row.write_floor:
+            return None
+        kv = self.kv
+        if self._waiting and kv.num_free_slots <= 1 and len(self._running) < self.limits.max_num_seqs:
+            return None
+        assert row.holding is not None, "a planned row runs"
+        return kv.save_slot(row.holding)
+
+    def _decoder_floor(self, row: Row) -> int | None:
+        return row.decoder_floor if self.limits.decoder_keep_tokens else None
+
+    # Committing
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take over what the oldest planned step did; requests that ended or were preempted meanwhile are passed over."""
+        oldest, entries = self._in_flight.popleft()
+        assert oldest is plan, "steps are committed in the order in which they were planned"
+        outputs = self.take_outputs()
+        page_tokens = self._page_tokens
+        self._num_steps += 1
+        for row, generation, end, num_logits, is_saved in entries:
+            if row.generation != generation:
+                continue
+            row.num_in_flight -= 1
+            self._num_computed += end - row.num_computed_tokens
+            row.num_computed_tokens = end
+            if end >= row.num_published_tokens + page_tokens:
+                self._publish(row)
+            if is_saved:
+                assert row.holding is not None, "a committed row runs"
+                self.kv.saved(row.holding, row.chain, end, decoder_floor=self._decoder_floor(row))
+            if num_logits:
+                row.num_sampling -= 1
+                outputs.append(self._take_token(row, result.sampled[row.request.request_id]))
+        return outputs
+
+    def _publish(self, row: Row) -> None:
+        assert row.holding is not None, "a committed row runs"
+        boundary = row.num_computed_tokens // self._page_tokens * self._page_tokens
+        row.extend_chain(boundary)
+        self.kv.publish(row.holding, row.chain, boundary)
+        row.num_published_tokens = boundary
+
+    def _take_token(self, row: Row, sampled: Sampled) -> RequestOutput:
+        row.token_ids[row.num_tokens] = sampled.token_id
+        row.num_tokens += 1
+        self._num_sampled += 1
+        reason = None
+        if sampled.token_id == self.limits.eos_token_id and not row.request.params.ignore_eos:
+            reason = FinishReason.STOP
+        elif row.num_tokens == row.num_tokens_max:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(row, reason)
+        return self._output(row, sampled, reason)
+
+    def _output(self, row: Row, sampled: Sampled | None, reason: FinishReason | None) -> RequestOutput:
+        return RequestOutput(
+            request_id=row.request.request_id,
+            prompt_len=row.num_prompt_tokens,
+            token_id=sampled.token_id if sampled else None,
+            finished=reason is not None,
+            finish_reason=reason,
+            num_output_tokens=row.num_tokens - row.num_prompt_tokens,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            num_cached_tokens=row.num_cached_tokens,
+            token_logprobs=sampled.logprob if sampled else None,
+            top_token_ids=sampled.top_token_ids if sampled else (),
+            top_logprobs=sampled.top_logprobs if sampled else (),
+        )
+
+    # Looking in
+
+    def stats(self) -> SchedulerStats:
+        """Counters and levels."""
+        kv, counts = self.kv, self.kv.counts
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._rows) - len(self._running),
+            num_pages=kv.num_pages,
+            num_held_pages=kv.num_pages - kv.num_free_pages,
+            num_cached_pages=kv.num_cached_pages,
+            num_slots=kv.num_slots,
+            num_held_slots=kv.num_slots - kv.num_free_slots,
+            num_saved_states=kv.num_saved_states,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_output_tokens=self._num_sampled,
+            num_asked_tokens=counts.num_asked_tokens,
+            num_hit_tokens=counts.num_hit_tokens,
+            num_replayed_tokens=counts.num_replayed_tokens,
+            num_preempted=self._num_preempted,
+            num_finished=dict(self._num_finished),
+        )
 
     def check(self) -> None:
-        """Assert the invariant."""
-        self.pages.check()
-        self.slots.check()
-        running = self._running.values()
-        assert sum(len(each.page_ids) for each in running) == self.pages.num_held, "pages are held by running requests"
-        assert len(running) == self.slots.num_held, "slots are held by running requests"
-        for each in running:
-            assert 0 <= each.num_computed_tokens < each.num_tokens <= each.num_tokens_max, "a running request has work"
+        """Assert the invariants of all rows, of the queue, and that memory is held by running requests alone.
+
+        Cost: all rows; the manager has a check of its own.
+        """
+        waiting = {row.request.request_id for row in self._waiting}
+        self._waiting.check()
+        assert len(waiting) == len(self._waiting), "nobody waits twice"
+        assert waiting.isdisjoint(self._running), "nobody waits and runs"
+        assert self._branches.keys().isdisjoint(waiting | self._running.keys()), "a branch neither waits nor runs yet"
+        assert self._running.keys() | waiting | self._branches.keys() <= self._rows.keys(), "who ended is nowhere"
+        in_flight: dict[Row, list[_InFlight]] = {}
+        for _, entries in self._in_flight:
+            for entry in entries:
+                if entry[0].generation == entry[1]:
+                    in_flight.setdefault(entry[0], []).append(entry)
+        for request_id, row in self._rows.items():
+            row.check()
+            is_running = request_id in self._running
+            assert is_running == (row.holding is not None), "memory is held while a request runs"
+            parked = not is_running and request_id not in waiting and request_id not in self._branches
+            assert not parked or not row.is_schedulable, "a request that is ready waits in the queue"
+            assert request_id not in waiting or row.is_schedulable, "a request in the queue is ready"
+            entries = in_flight.pop(row, [])
+            assert row.num_in_flight == len(entries), "chunks in flight are counted"
+            assert row.num_sampling == sum(num_logits for _, _, _, num_logits, _ in entries), "tokens in flight are counted"
+            assert not entries or entries[-1][2] == row.num_planned_tokens, "the last chunk in flight ends where planning stands"
+        assert not in_flight, "nothing valid is in flight of a request that ended"
+        assert len(self._running) == self.kv.num_holdings, "memory is held by running requests alone"
+        assert len(self._running) <= self.limits.max_num_seqs, "no more run than may"
+        slots = {row.slot for row in self._running.values()}
+        assert len(slots) == len(self._running), "a slot belongs to one request"

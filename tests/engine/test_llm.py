@@ -7,7 +7,7 @@ from PIL import Image
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError, ContextTooLong, RequestError
-from deepinfer.request import FinishReason
+from deepinfer.request import FinishReason, Request
 from deepinfer.tokenizer import IMAGE
 
 PROMPTS = ["The engine", "x", "A longer prompt that is cut into chunks when the token budget of a step is small. " * 3]
@@ -31,7 +31,11 @@ def assert_everything_returned(llm):
     scheduler = llm._core.scheduler
     scheduler.check()
     assert scheduler.is_idle
-    assert scheduler.pages.num_held == scheduler.slots.num_held == len(llm._core._worker._rows) == 0
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_held_pages, stats.num_held_slots) == (0, 0, 0, 0)
+    llm._core._executor._thread.submit(lambda: None).result()  # behind all that was asked of the worker
+    assert not llm._core.worker._known
+    assert not llm._boxes
 
 
 def test_results_come_in_the_order_of_prompts_and_match_each_alone(llm):
@@ -82,14 +86,14 @@ def test_top_logprobs_start_with_the_greedy_token(llm):
 
 def test_end_token_stops_unless_ignored_or_held_back(llm):
     (records,) = llm.generate_records("x", greedy(max_tokens=1, top_logprobs=0), use_tqdm=False)
-    core = llm._core
-    original = core.limits.eos_token_id
-    object.__setattr__(core.limits, "eos_token_id", records[0].token_id)
+    limits = llm._core.scheduler.limits
+    original = limits.eos_token_id
+    object.__setattr__(limits, "eos_token_id", records[0].token_id)
     try:
         (stopped,) = llm.generate_records("x", greedy(ignore_eos=False), use_tqdm=False)
         (ignored,) = llm.generate_records("x", greedy(), use_tqdm=False)
     finally:
-        object.__setattr__(core.limits, "eos_token_id", original)
+        object.__setattr__(limits, "eos_token_id", original)
     assert (len(stopped), stopped[0].finish_reason) == (1, FinishReason.STOP)
     assert (len(ignored), ignored[-1].finish_reason) == (6, FinishReason.LENGTH)
 
@@ -183,7 +187,7 @@ def test_zero_max_tokens_counts_as_one_and_seeds_are_64_bits():
     ("given", "says"),
     [
         ({"model": "no/such/place"}, "neither a directory nor a known name"),
-        ({"max_model_len": 10**9}, "exceeds the model's 65536 positions"),
+        ({"max_model_len": 100_000}, "exceeds the model's 65536 positions"),
         ({"max_model_len": 1}, "at least 2"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_seqs": 4, "max_num_batched_tokens": 2}, "cannot hold one token of each"),
@@ -192,7 +196,7 @@ def test_zero_max_tokens_counts_as_one_and_seeds_are_64_bits():
         ({"tokens_per_block": 3}, "even number"),
         ({"load_format": "fast"}, "must be one of auto, dummy"),
         ({"device": "tpu"}, "device"),
-        ({"max_num_seqs": 200_000, "max_num_batched_tokens": 200_000}, "cannot hold one request"),
+        ({"max_num_seqs": 200_000, "max_num_batched_tokens": 200_000}, "more than 80%"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
     ],
 )
@@ -206,3 +210,35 @@ def test_a_closed_model_says_so():
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
         llm.generate("x")
+
+
+def test_streams_and_batches_in_between_get_their_own_records(llm):
+    alone = {text: token_ids(llm, [text], greedy())[0] for text in ("one", "two", "three")}
+    streams = {text: llm.stream(text, greedy()) for text in ("one", "two")}
+    got = {text: [next(stream).token_id] for text, stream in streams.items()}
+    assert token_ids(llm, ["three"], greedy()) == [alone["three"]]
+    for text, stream in streams.items():
+        got[text] += [each.token_id for each in stream]
+        assert got[text] == alone[text]
+    assert_everything_returned(llm)
+
+
+def test_an_id_used_again_on_the_same_slot_gets_its_own_parameters():
+    small = LLM("nano", device="cpu", progress=False, max_num_seqs=1, max_model_len=64, enable_prefix_cache=False)
+    core = small._core
+
+    def run(params):
+        core.add(Request(request_id="same", prompt_token_ids=(0, 5, 6, 7), params=params))
+        records = []
+        while not core.is_idle:
+            records += core.step()
+        return [each.token_id for each in records]
+
+    first = run(greedy(max_tokens=12))
+    sampled = run(SamplingParams(seq_seed=3, max_tokens=12, ignore_eos=True))
+    assert sampled != first
+    assert (
+        sampled
+        == token_ids(small, None, SamplingParams(seq_seed=3, max_tokens=12, ignore_eos=True), prompt_token_ids=[[0, 5, 6, 7]])[0]
+    )
+    small.close()

@@ -1,56 +1,88 @@
-"""Numbers of pages and slots are free or held, whatever is taken and given back."""
+"""Numbers of pages and slots are free, kept or held, whatever is taken and given back."""
+
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.errors import Overloaded
-from deepinfer.kv.pages import FreeList
+from deepinfer.kv.pages import Pool
 
 
-@given(st.integers(1, 20), st.lists(st.integers(0, 6), max_size=40), st.randoms(use_true_random=False))
-def test_no_number_is_lost_or_held_twice(size, counts, rng):
-    pages, held = FreeList(size, "pages"), []
-    for count in counts:
-        if count > pages.num_free:
-            with pytest.raises(Overloaded):
-                pages.take(count)
-            if held:
-                pages.give_back(held.pop(rng.randrange(len(held))))
-        else:
-            held.append(pages.take(count))
-            assert len(held[-1]) == count
-        out = [page for taken in held for page in taken]
-        assert len(out) == len(set(out)) == pages.num_held
-        assert set(out) <= set(range(1, size))
-        assert pages.num_free + len(out) == size - 1
-        pages.check()
+@given(st.integers(1, 12), st.lists(st.integers(0, 4), max_size=60), st.randoms(use_true_random=False))
+def test_no_number_is_lost_or_held_by_more_than_its_references(size, operations, rng):
+    pool, references, kept = Pool(size, "pages"), [], []
+    for operation in operations:
+        match operation:
+            case 0:
+                count = rng.randint(0, pool.num_free)
+                taken = pool.take(count)
+                assert len(set(taken)) == count
+                assert not set(taken) & {*references, *kept}
+                references += taken
+            case 1 if references or kept:
+                number = rng.choice([*references, *kept])
+                pool.hold(number)
+                references.append(number)
+                kept = [each for each in kept if each != number]
+            case 2 if references:
+                number = references.pop(rng.randrange(len(references)))
+                keep = rng.random() < 0.5
+                pool.drop(number, keep=keep)
+                kept += [number] * (keep and number not in references)
+            case 3:
+                count = rng.randint(0, len(kept))
+                assert pool.evict(count) == kept[:count]
+                kept = kept[count:]
+            case 4 if kept:
+                pool.free(kept.pop(rng.randrange(len(kept))))
+        held = Counter(references)
+        assert list(pool.kept) == kept
+        assert list(pool.counts) == [held[number] for number in range(size)]
+        assert (pool.num_held, pool.num_kept) == (len(held), len(kept))
+        assert pool.num_available == size - 1 - len(held)
+        assert pool.num_free == pool.num_available - len(kept)
+        pool.check()
 
 
 def test_zero_is_never_handed_out():
-    pages = FreeList(4, "pages")
-    assert sorted(pages.take(3)) == [1, 2, 3]
+    assert sorted(Pool(4, "pages").take(3)) == [1, 2, 3]
 
 
 def test_what_was_free_longest_is_handed_out_first():
-    pages = FreeList(5, "pages")
-    first = pages.take(2)
-    pages.give_back(first)
-    assert pages.take(4) == (3, 4, 1, 2)
+    pool = Pool(5, "pages")
+    for number in pool.take(2):
+        pool.drop(number, keep=False)
+    assert pool.take(4) == [3, 4, 1, 2]
 
 
-def test_too_large_a_take_says_so_and_changes_nothing():
-    pages = FreeList(5, "pages")
-    pages.take(3)
-    with pytest.raises(Overloaded, match=r"^2 pages asked for, 1 of 4 are free; wait for a request to end$"):
-        pages.take(2)
-    assert pages.num_free == 1
-    pages.check()
+def test_what_was_kept_longest_is_given_up_first_and_a_hold_renews():
+    pool = Pool(4, "pages")
+    for number in pool.take(3):
+        pool.drop(number, keep=True)
+    pool.hold(1)
+    pool.drop(1, keep=True)
+    assert list(pool.kept) == [2, 3, 1]
+    assert pool.evict(2) == [2, 3]
+    assert pool.take(2) == [2, 3]
 
 
-@pytest.mark.parametrize("wrong", [(0,), (4,), (1, 1)])
-def test_giving_back_what_is_not_held_is_our_bug(wrong):
-    pages = FreeList(5, "pages")
-    pages.take(2)
+def test_only_free_numbers_are_taken():
+    pool = Pool(4, "pages")
+    (number, *_) = pool.take(2)
+    pool.drop(number, keep=True)
+    with pytest.raises(AssertionError, match="2 pages asked for, 1 are free; evict before taking"):
+        pool.take(2)
+    pool.check()
+
+
+def test_giving_back_what_is_not_held_is_our_bug():
+    pool = Pool(4, "slots")
+    (number,) = pool.take(1)
+    pool.drop(number, keep=False)
+    with pytest.raises(AssertionError, match="slots 1 given back more often than it was held"):
+        pool.drop(number, keep=False)
     with pytest.raises(KeyError):
-        pages.give_back(wrong)
+        pool.hold(number)
+    with pytest.raises(KeyError):
+        pool.free(number)

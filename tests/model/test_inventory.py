@@ -21,7 +21,7 @@ GOLDEN = named_config("golden")
 GIB = 1 << 30
 
 
-def test_parameters_are_the_table_of_the_specification():
+def test_parameters_are_those_of_the_published_checkpoint():
     sizes = {each.component: each for each in component_sizes(FULL)}
     assert {name: each.num_parameters for name, each in sizes.items()} == {
         "embedding": 661_913_600,
@@ -52,7 +52,7 @@ def test_parameters_are_the_table_of_the_specification():
     assert sum(each.num_tensors for each in sizes.values()) == 96_085
 
 
-def test_state_of_a_request_is_that_of_the_specification():
+def test_state_of_a_request_is_the_known_sum():
     assert kv_token_bytes(FULL) == 890
     assert window_state_bytes(FULL) == 43 * 134 * 528
     assert request_bytes(FULL, 131_072) == 890 * 131_072 + 43 * 134 * 528
@@ -64,7 +64,7 @@ def test_state_of_the_golden_model():
     assert window_state_bytes(GOLDEN) == 15 * 14 * 66
 
 
-def test_kv_of_a_rank_is_the_table_of_the_specification():
+def test_kv_of_a_rank_is_the_known_table():
     for num_requests, expected in ((64, 7.1), (256, 28.5)):
         assert round(num_requests * request_bytes(FULL, 131_072) / GIB, 1) == expected
 

@@ -95,7 +95,7 @@ def test_published_table_has_the_published_totals():
     assert counts == {"F8_E8M0": 47_589, "I8": 47_232, "BF16": 520, "F32": 387, "F8_E4M3": 357}
 
 
-def test_published_shapes_are_those_of_the_specification():
+def test_shapes_are_the_published_ones():
     table = tensor_table(FULL)
     for name, dtype, shape in (
         ("embed.weight", "BF16", (129280, 5120)),
@@ -135,13 +135,13 @@ def test_model_without_images_or_drafter_has_no_such_tensors():
     [
         (8, 0, (33.6, 6.7, 2.5, 1.5, 23.6, 67.9)),
         (8, 32, (36.4, 6.7, 2.5, 1.5, 23.6, 70.7)),
-        # kernels.md says 2.4 for the draft; 2.345 is what its own sum of 131.6 contains.
+        # 2.345 for the draft; tables that round it to 2.4 have the same sum of 131.6
         (4, 32, (72.8, 6.7, 2.5, 2.3, 47.2, 131.6)),
         (64, 64, (4.9, 6.7, 2.5, 0.8, 3.0, 17.8)),
         (2, 0, (134.5, 6.7, 2.5, 4.0, 94.4, 242.1)),
     ],
 )
-def test_memory_of_a_rank_is_the_table_of_the_specification(ep_size, spares, expected):
+def test_memory_of_a_rank_is_the_known_table(ep_size, spares, expected):
     memory = rank_memory(FULL, ep_size, spares)
     parts = (memory.experts, memory.dense, memory.embedding_and_head, memory.draft, memory.engram_tables)
     found = [*parts, memory.total - memory.vision]
@@ -162,7 +162,7 @@ def test_uneven_experts_are_refused(ep_size, spares):
 # ------------------------------------------------------------------ seeded weights
 
 
-def test_hash_gives_the_values_of_the_specification():
+def test_hash_gives_the_known_values():
     assert hashed_uniform("embed.weight", 3).tolist() == pytest.approx([0.117426910, 0.476378218, 0.294420770], abs=1e-9)
     ids = ((hashed_uniform("ids", 80) + 0.5) * 256).long().tolist()
     assert ids[:6] == [231, 81, 220, 242, 33, 127]

@@ -143,7 +143,7 @@ def test_scores_of_many_heads_and_keys_are_the_formula(seed):
     store = IndexStore(values=records[..., :split], scales=records[..., split:], ratio=1, head_dim=INDEX_DIM)
     q, weights = normal(rng, num_tokens, heads, INDEX_DIM), normal(rng, num_tokens, heads)
     span = Span(first_row=0, num_rows=num_tokens, start=start, first_page=0, num_pages=18)
-    found = attention._span_scores(q, weights, store, torch.arange(1, 19), span)
+    found = attention._score_span(q, weights, store, torch.arange(1, 19), span).scores
     keys = quant.decode_index(records[1:19].flatten(0, 1)[:180], INDEX_DIM, torch.float64)
     expected = (torch.einsum("thd,ed->the", q, keys).clamp_min(0) * weights[..., None]).sum(1)
     positions = start + torch.arange(num_tokens)

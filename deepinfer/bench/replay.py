@@ -1,0 +1,295 @@
+"""Is bounded replay what it claims to be?  Three levels.
+
+1.  The tables that steer a step (rows, window keys, ring addresses) equal those of a plain host program that follows the rule
+    "position i sees window keys max(s, i - window + 1) … i", in both modes, for lengths around every edge.
+2.  On the model, ``mask`` and ``compact`` give the same log-probabilities for the kept rows, bit for bit.
+3.  How far replay is from the exact run: cold with the decoder's bounded replay, behind a hit with replayed state, and behind a
+    hit with restored state.  This level reports; only what must be exact can fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from deepinfer.config import EngineArgs, ModelConfig
+from deepinfer.engine.loader import load
+from deepinfer.kv.cache import KVCache
+from deepinfer.kv.layout import KVLayout
+from deepinfer.model import attention, flash, inputs
+from deepinfer.model.flash import Flash
+from deepinfer.model.inputs import LayerInputs, ReplayMode, StepInputs
+from deepinfer.step import Chunk, StepPlan
+
+_MODES: tuple[ReplayMode, ...] = ("mask", "compact")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        level: 1, 2 or 3.
+        check: what was compared.
+        cases: how many comparisons.
+        outcome: what came out.
+        is_failure: whether something that must hold does not.
+    """
+
+    level: int
+    check: str
+    cases: int
+    outcome: str
+    is_failure: bool = False
+
+
+def edge_lengths(keep: int, window: int) -> list[int]:
+    """Prompt lengths around everything that could be off by one."""
+    edges = {1, 2, window - 1, window, window + 1, keep - 1, keep, keep + 1, keep + window, 2 * keep + 1}
+    return sorted(length for length in edges if length > 0)
+
+
+def _pieces(length: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    inner = sorted({cut for cut in cuts if 0 < cut < length})
+    return list(zip([0, *inner], [*inner, length], strict=True))
+
+
+def _chunks(prompt: npt.NDArray[np.int32], cuts: Sequence[int], floor: int, layout: KVLayout) -> Iterator[Chunk]:
+    """A prompt on slot 1 and pages 1, 2, …, cut at ``cuts``; logits from ``floor`` on."""
+    pages = np.arange(1, layout.pages_for(len(prompt)) + 1, dtype=np.int32)
+    for start, end in _pieces(len(prompt), cuts):
+        yield Chunk(
+            request_id="check",
+            slot=1,
+            start=start,
+            token_ids=prompt[start:end],
+            page_ids=pages[: layout.pages_for(end)],
+            num_logits=max(0, end - max(start, floor)),
+            decoder_floor=floor,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------- level 1
+
+
+def _visible(rows: LayerInputs, window: int) -> list[tuple[int, list[int]]]:
+    """(position, positions of its window keys) of every row, read back from the tables."""
+    reach = window - 1
+    earlier = rows.earlier_positions.flatten().tolist()
+    own = rows.positions.tolist()
+    seen = []
+    for position, keys in zip(own, rows.window_rows.tolist(), strict=True):
+        seen.append((position, [(earlier + own)[key] for key in keys if key >= 0]))
+    assert len(earlier) == reach * len(rows.spans), "one stretch of earlier keys a request"
+    return seen
+
+
+def _expected(start: int, end: int, floor: int, window: int, mode: ReplayMode) -> list[tuple[int, list[int]]]:
+    """The rule, in plain numbers."""
+    first = start if mode == "mask" else max(start, floor)
+    return [(i, list(range(max(floor, i - window + 1, 0), i + 1))) for i in range(first, end)]
+
+
+def check_tables(config: ModelConfig, keep: int, device: torch.device) -> list[Finding]:
+    """Level 1; needs no weights."""
+    layout = KVLayout(config)
+    window = config.sliding_window
+    wrong: list[str] = []
+    cases = 0
+    rng = np.random.default_rng(0)
+    for length in edge_lengths(keep, window):
+        floor = max(0, length - keep)
+        prompt = np.zeros(length, dtype=np.int32)
+        cut_sets = [[], [floor], [floor - 1], [floor + 1], [length - 1], rng.integers(1, length + 1, 3).tolist()]
+        for cuts in cut_sets:
+            for chunk in _chunks(prompt, cuts, floor, layout):
+                for mode in _MODES:
+                    made = StepInputs.build(
+                        StepPlan(chunks=(chunk,)), config=config, layout=layout, device=device, replay_mode=mode
+                    )
+                    cases += 1
+                    wrong += _table_problems(made, chunk, floor, window, mode, layout)
+    outcome = "equal" if not wrong else f"{len(wrong)} differ, first: {wrong[0]}"
+    return [Finding(level=1, check="rows, window keys, ring addresses", cases=cases, outcome=outcome, is_failure=bool(wrong))]
+
+
+def _table_problems(made: StepInputs, chunk: Chunk, floor: int, window: int, mode: ReplayMode, layout: KVLayout) -> Iterator[str]:
+    where = f"chunk [{chunk.start}, {chunk.end}) with floor {floor} in {mode} mode"
+    if _visible(made.encoder, window) != _expected(chunk.start, chunk.end, 0, window, "mask"):
+        yield f"encoder keys of {where}"
+    expected = _expected(chunk.start, chunk.end, floor, window, mode)
+    if _visible(made.decoder, window) != expected:
+        yield f"decoder keys of {where}"
+    kept = [position - chunk.start for position, _ in expected]
+    if made.decoder_rows is not None and made.decoder_rows.tolist() != kept:
+        yield f"decoder rows of {where}"
+    ring = [position % layout.ring_tokens for position, _ in expected][-layout.ring_tokens :]
+    if (made.decoder.positions[made.decoder.ring_rows] % layout.ring_tokens).tolist() != ring:
+        yield f"ring addresses of {where}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- level 2
+
+
+class _Runner:
+    """Runs chunks of one prompt on fresh memory."""
+
+    def __init__(self, network: Flash, max_tokens: int) -> None:
+        self.network = network
+        self.layout = KVLayout(network.config)
+        self.max_tokens = max_tokens
+
+    def cache(self) -> KVCache:
+        pages = self.layout.pages_for(self.max_tokens)
+        return KVCache(self.layout, num_pages=2 * pages + 1, num_slots=4, device=self.network.device)
+
+    def run(self, cache: KVCache, chunks: Iterator[Chunk] | Sequence[Chunk], mode: ReplayMode = "compact") -> Tensor:
+        """Log-probabilities of all rows that asked for logits."""
+        parts = []
+        for chunk in chunks:
+            made = StepInputs.build(
+                StepPlan(chunks=(chunk,)),
+                config=self.network.config,
+                layout=self.layout,
+                device=self.network.device,
+                replay_mode=mode,
+            )
+            parts.append(torch.log_softmax(self.network.forward(made, cache), dim=-1))
+        return torch.cat(parts)
+
+
+def check_modes(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
+    """Level 2."""
+    window = runner.network.config.sliding_window
+    differing, cases = [], 0
+    for length in edge_lengths(keep, window):
+        prompt, floor = text[:length], max(0, length - keep)
+        for cuts in ([], [length - 1], [floor - 3, floor + 3]):
+            results = [runner.run(runner.cache(), _chunks(prompt, cuts, floor, runner.layout), mode) for mode in _MODES]
+            cases += 1
+            bar.update()
+            if not torch.equal(*results):
+                differing.append(f"{length} tokens cut at {cuts}")
+    outcome = "bit-equal" if not differing else f"{len(differing)} differ, first: {differing[0]}"
+    return [Finding(level=2, check="mask = compact, kept rows", cases=cases, outcome=outcome, is_failure=bool(differing))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- level 3
+
+
+def _behind_hit(runner: _Runner, prompt: npt.NDArray[np.int32], hit: int, floor: int, replay: int | None, rows: int) -> Tensor:
+    """The last ``rows`` log-probabilities behind a hit at ``hit``; ``replay`` tokens of replayed state, or the restored one."""
+    cache, layout = runner.cache(), runner.layout
+    half = layout.pages_for(runner.max_tokens)
+    runner.run(cache, [dataclasses.replace(each, num_logits=0) for each in _chunks(prompt[:hit], [], 0, layout)])
+    shared = hit // layout.page_tokens
+    pages = np.concatenate([np.arange(1, shared + 1), np.arange(half + 1, 2 * half + 1 - shared)]).astype(np.int32)
+    start = hit if replay is None else hit - replay
+    chunk = Chunk(
+        request_id="check",
+        slot=2,
+        start=start,
+        token_ids=prompt[start:],
+        page_ids=pages[: layout.pages_for(len(prompt))],
+        num_logits=rows,
+        window_floor=start if replay is not None else 0,
+        write_floor=hit,
+        decoder_floor=floor,
+        lookback_ids=prompt[max(0, start - runner.network.config.engram_max_ngram_size + 1) : start],
+    )
+    if replay is None:
+        cache.copy_slots([(1, 2)])
+    return runner.run(cache, [chunk])
+
+
+def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
+    """Level 3."""
+    config, page = runner.network.config, runner.layout.page_tokens
+    window = config.sliding_window
+    rows = 64
+    length = min(runner.max_tokens, len(text) // 2)
+    samples = [text[:length], text[len(text) - length :]]
+    hit = (length - max(keep, runner.layout.ring_tokens)) // page * page
+    exact_depth = config.exact_replay_tokens(is_decoder_bounded=False)
+    ways: list[tuple[str, int | None, int, bool]] = [  # name, replay, decoder floor, must be exact
+        ("state hit", None, 0, True),
+        (f"replay hit, {window} tokens", window, 0, False),
+        (f"replay hit, {window} tokens, decoder keeps {keep}", window, length - keep, False),
+    ]
+    if exact_depth < hit:
+        ways.append((f"replay hit, {exact_depth} tokens (hit-invariant)", exact_depth, 0, True))
+    references = []
+    for prompt in samples:
+        exact = [dataclasses.replace(each, decoder_floor=0) for each in _chunks(prompt, [], length - rows, runner.layout)]
+        references.append(runner.run(runner.cache(), exact))
+    bar.update(len(samples))
+    findings = []
+    cold = []
+    for prompt in samples:
+        chunks = [dataclasses.replace(each, num_logits=rows) for each in _chunks(prompt, [], length - keep, runner.layout)]
+        cold.append(runner.run(runner.cache(), chunks))
+        bar.update()
+    findings.append(_compare(f"cold, decoder keeps {keep}", cold, references, must_be_equal=False))
+    for name, replay, floor, must_be_equal in ways:
+        got = []
+        for prompt in samples:
+            got.append(_behind_hit(runner, prompt, hit, floor, replay, rows))
+            bar.update()
+        findings.append(_compare(name, got, references, must_be_equal=must_be_equal))
+    return findings
+
+
+def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor], *, must_be_equal: bool) -> Finding:
+    ours, exact = torch.cat(list(got)).double(), torch.cat(list(expected)).double()
+    is_equal = torch.equal(ours, exact)
+    agree = (ours.argmax(-1) == exact.argmax(-1)).double().mean().item()
+    divergence = (exact.exp() * (exact - ours)).sum(-1)
+    outcome = (
+        "bit-equal"
+        if is_equal
+        else (f"top-1 agreement {agree:.1%}, KL mean {divergence.mean().item():.2e}, max {divergence.max().item():.2e}")
+    )
+    return Finding(
+        level=3, check=f"{name} against exact", cases=ours.shape[0], outcome=outcome, is_failure=must_be_equal and not is_equal
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------- report
+
+
+@torch.inference_mode()
+def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_tokens: int = 2048) -> tuple[str, bool]:
+    """Run all levels.
+
+    Args:
+        model: as in :class:`EngineArgs`.
+        device: as in :class:`EngineArgs`.
+        keep: tokens that the decoder half keeps.
+        max_tokens: length of the texts of level 3.
+
+    Returns:
+        A table, and whether everything that must hold does.
+    """
+    loaded = load(EngineArgs(model=model, device=device, max_num_seqs=1, max_model_len=max_tokens + 1, chunked_prefill=True))
+    network = loaded.core.worker.model
+    source = "".join(inspect.getsource(module) for module in (flash, attention, inputs))
+    text = np.asarray(loaded.tokenizer.encode(source), dtype=np.int32)
+    runner = _Runner(network, max_tokens)
+    findings = check_tables(loaded.config, keep, network.device)
+    with tqdm(unit=" runs", desc="checking replay") as bar:
+        findings += check_modes(runner, text, keep, bar)
+        findings += measure_replay(runner, text, keep, bar)
+    loaded.core.close()
+    rows = [[each.level, each.check, each.cases, each.outcome, "FAIL" if each.is_failure else "ok"] for each in findings]
+    is_ok = not any(each.is_failure for each in findings)
+    return tabulate(rows, headers=["level", "check", "cases", "outcome", ""]), is_ok

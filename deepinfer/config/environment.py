@@ -1,0 +1,270 @@
+"""The ``DEEPINFER_*`` variables: one table, read once, when a setting is first asked for.
+
+Every variable of the original engine is known here by name, default and meaning, and its row says what this engine does with it:
+
+* ``used``: it sets something; :class:`Environment` has it as a field.
+* ``harmless``: what it tunes is not here, or cannot change a result; any valid value is accepted and has no effect.
+* ``refused``: a value other than the default asks for something this engine does not do; that is an error, not a surprise.
+
+A variable nobody knows is worth a warning with the nearest known name: it is most likely a slip of the pen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepinfer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "DEEPINFER_"
+ReplayMode = Literal["off", "mask", "compact"]
+Use = Literal["used", "harmless", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The variables that are used, by their names without prefix, in lower case.
+
+    Attributes:
+        cache_dir: where files made on first use are kept; None for ``deepinfer`` in the user's cache.
+        hf_model_dir: checkpoint directory that the examples serve; None for ``nano``.
+        use_nextn_decode: draft tokens a step; sizes the default token budget.
+        prefill_max_sum_seqlen_k: most keys, summed over the prompts of a step.
+        num_state_slots_ratio: state slots per running request.
+        zero_overhead_scheduling: plan a step while the one before runs.
+        yoco_prefill_truncation_mode: which rows of a prompt the decoder half computes.
+        yoco_prefill_keep_tokens: last tokens of a prompt that go through the decoder half.
+        disable_sync_guard: allow waiting for the device between launch and commit.
+        logging_interval_step: steps between two log lines.
+        gc_interval_step: steps between two runs of the garbage collector, which is off otherwise.
+    """
+
+    cache_dir: str | None
+    hf_model_dir: str | None
+    use_nextn_decode: int
+    prefill_max_sum_seqlen_k: int
+    num_state_slots_ratio: float
+    zero_overhead_scheduling: bool
+    yoco_prefill_truncation_mode: ReplayMode
+    yoco_prefill_keep_tokens: int
+    disable_sync_guard: bool
+    logging_interval_step: int
+    gc_interval_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One row of the table.
+
+    Attributes:
+        name: with its prefix.
+        parse: text to value; its ``ValueError`` says what was expected.
+        default: value when it is unset or empty.
+        use: what the engine does with it.
+        meaning: in one line.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    use: Use
+    meaning: str
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise ValueError("0 or 1")
+    return text.lower() in ("1", "true")
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        expected = f"a whole number from {low} on" if high is None else f"a whole number from {low} to {high}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(expected) from None
+        if value < low or (high is not None and value > high):
+            raise ValueError(expected)
+        return value
+
+    return parse
+
+
+def _real(low: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < math.inf:
+            raise ValueError(f"a number from {low:g} on")
+        return value
+
+    return parse
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError(f"one of {', '.join(names)}")
+        return text.lower()
+
+    return parse
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_whole(0)(each) for each in text.split(","))
+    except ValueError:
+        raise ValueError("token ids separated by commas") from None
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(_real(0)(each) for each in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(values):
+        raise ValueError("one positive number, or several separated by commas")
+    return values
+
+
+def _table(*rows: tuple[str, Callable[[str], Any], Any, Use, str]) -> dict[str, Variable]:
+    return {
+        PREFIX + name: Variable(name=PREFIX + name, parse=parse, default=default, use=use, meaning=meaning)
+        for name, parse, default, use, meaning in rows
+    }
+
+
+VARIABLES = _table(
+    # Where things are.
+    ("CACHE_DIR", _text, None, "used", "folder for files made on first use"),
+    ("HF_MODEL_DIR", _text, None, "used", "checkpoint directory that the examples serve"),
+    ("TEST_SLOW", _flag, False, "harmless", "run the slow tests too; read by the tests"),
+    ("ACCELERATOR", _choice("nvidia", "ascend"), "nvidia", "refused", "family of devices"),
+    ("JIT_CACHE_DIR", _text, None, "harmless", "root of kernel caches"),
+    # Parallelism: one rank has nobody to talk to and no expert to move.
+    ("NCCL_NUM_SMS", _whole(1), 32, "harmless", "thread blocks of collectives"),
+    ("USERBUFFER_COMM_SMS", _whole(0), 0, "harmless", "multiprocessors of dispatch and combine; 0 chooses"),
+    ("GLOO_TIMEOUT", _whole(1), 14400, "harmless", "seconds until a CPU process group gives up"),
+    ("REARRANGE_P2P_GROUPS", _whole(1), 1, "harmless", "buckets of an expert weight exchange"),
+    ("OVERRIDE_NUM_EXTRA_EXPERTS", _whole(0), 0, "refused", "least number of redundant experts"),
+    ("EXPERT_COUNT_WINDOW_SIZE", _whole(1), 100, "harmless", "steps of expert load history"),
+    ("EXPERT_REARRANGEMENT_STEP_INTERVAL", _whole(0), 0, "refused", "steps between rearrangements of experts; 0 is never"),
+    ("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", _flag, False, "harmless", "count prefill, rearrange at the next decode step"),
+    ("MOE_LB_STAT_INTERVAL", _whole(1), 128, "harmless", "steps between flushes of expert load"),
+    ("FORCE_IMBALANCE_RATIO", _real(0), 0.0, "refused", "simulate skewed routing"),
+    ("FORCE_LOAD_BALANCE", _flag, False, "refused", "route at random"),
+    ("SHOW_EPLB_DETAIL", _flag, False, "harmless", "a table at each rearrangement"),
+    # Scheduling and memory.
+    ("ZERO_OVERHEAD_SCHEDULING", _flag, True, "used", "plan a step while the one before runs"),
+    ("PREFILL_MAX_SUM_SEQLEN_K", _whole(1), 2**30, "used", "most keys, summed over the prompts of a step"),
+    ("NUM_STATE_SLOTS_RATIO", _real(1), 1.2, "used", "state slots per running request"),
+    ("PREFILL_ATTEMPT_INTERVAL", _whole(1), 70, "harmless", "decode steps between votes of all ranks on a prefill"),
+    ("PREFILL_ANY_ATTEMPT_INTERVAL", _whole(1), 100, "harmless", "decode steps until one rank's vote is enough"),
+    ("INDEX_ATTN_MEMORY_LIMIT", _whole(1), 10 << 30, "harmless", "bytes of the indexer's workspace"),
+    ("PREFILL_STORE_EXTRA_STATE", _flag, False, "refused", "longer rings on a prefill engine"),
+    ("PREFILL_STORE_EXTRA_SIZE", _whole(1), 128, "harmless", "by how many tokens they are longer"),
+    (
+        "YOCO_PREFILL_TRUNCATION_MODE",
+        _choice("off", "mask", "compact"),
+        "off",
+        "used",
+        "decoder half on a prompt's end only",
+    ),
+    ("YOCO_PREFILL_KEEP_TOKENS", _whole(0), 0, "used", "tokens of that end"),
+    ("BATCH_INVARIANT", _flag, False, "harmless", "results apart from the batch; here they always are"),
+    ("DISABLE_SYNC_GUARD", _flag, False, "used", "allow waiting for the device between launch and commit"),
+    ("ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs"),
+    ("DFLASH_ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs for the drafter"),
+    ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of captured sizes"),
+    ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of the drafter's captured sizes"),
+    # Speculation is lossless, so that doing without changes no token.
+    ("USE_NEXTN_DECODE", _whole(0), 5, "used", "draft tokens a step; sizes the default token budget"),
+    ("ENABLE_MTP_VARLEN", _flag, False, "harmless", "choose by confidence how many drafts to verify"),
+    ("MAX_BACKTRACKING_TOKENS", _whole(1), 6, "refused", "tokens that a step may take back"),
+    ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", _temperatures, (1.0,), "harmless", "scale of draft confidences"),
+    ("DECODE_PERF_CACHE_DIR", _text, None, "harmless", "cache of measured step times"),
+    ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "harmless", "how long they count"),
+    # The model and sampling.
+    ("ENGRAM_PAD_TOKEN", _whole(0), 2, "refused", "what n-grams see before the first token"),
+    ("ENGRAM_FORCE_GPU_STORAGE", _flag, False, "harmless", "n-gram tables in device memory"),
+    ("SAMPLER_FORCE_TOPK", _whole(0), 0, "refused", "restrict sampling to the best tokens; 0 is off"),
+    ("DECODE_TOKEN_BLACKLIST", _ids, (), "refused", "tokens never sampled"),
+    ("COMPUTE_SUM_SMALLER_PROBS", _flag, False, "refused", "return the mass of less likely tokens"),
+    # Grammars, of which there are none yet.
+    ("XGRAMMAR_TIMEOUT", _real(0), 20.0, "harmless", "seconds for compiling a grammar"),
+    ("XGRAMMAR_DISABLE_CACHE", _flag, False, "harmless", "compile grammars anew"),
+    ("XGRAMMAR_CACHE_LIMIT_BYTES", _whole(0), 10 << 30, "harmless", "size of the grammar cache"),
+    ("XGRAMMAR_DEBUG", _flag, False, "harmless", "talk about grammars"),
+    ("SO_BUILDER_CPUS", _whole(1), 4, "harmless", "processes that compile grammars"),
+    # Images.
+    ("USE_MULTIMODAL_POOL", _flag, True, "harmless", "pinned host memory for images"),
+    ("MULTIMODAL_POOL_SIZE_GB", _real(0), 8.0, "harmless", "its size"),
+    ("MULTI_MODAL_BUFFER_SIZE", _whole(1), 512, "harmless", "queue of prepared images"),
+    ("MULTI_MODAL_WORKER_TIMEOUT", _whole(1), 1800, "harmless", "seconds until preparing an image is given up"),
+    # Operation.
+    ("LOGGING_INTERVAL_STEP", _whole(1), 100, "used", "steps between two log lines"),
+    ("GC_INTERVAL_STEP", _whole(1), 1000, "used", "steps between two runs of the garbage collector"),
+    ("NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", _whole(1), 1000, "harmless", "steps between looks at the collectives' memory"),
+    ("RINGBUFFER_WARNING_INTERVAL", _whole(1), 60, "harmless", "seconds between warnings of a full ring"),
+    ("PROFILE_HTTP_ENABLE", _flag, False, "refused", "serve /profile"),
+    ("PROFILE_HTTP_PORT_BASE", _whole(1, 65535), 6070, "harmless", "its port"),
+    ("TORCH_PROFILER_DIR", _text, None, "harmless", "where profiles go"),
+    ("PROFILE_TORCH_CUDA_MEMORY", _flag, False, "refused", "record device allocations"),
+    ("ENABLE_MEMORY_TRACING", _flag, False, "refused", "trace memory"),
+)
+"""Every variable by its full name."""
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """Check all ``DEEPINFER_*`` of ``variables`` and return what is used of them.
+
+    An empty value counts as unset.
+
+    Raises:
+        ConfigError: a value cannot be read, or asks for what the engine does not do; names the variable.
+    """
+    given = {name: text.strip() for name, text in variables.items() if name.startswith(PREFIX) and text.strip()}
+    for name in sorted(given.keys() - VARIABLES.keys()):
+        near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.75)
+        logger.warning(
+            "the environment variable %s is unknown and has no effect%s", name, f"; did you mean {near[0]}?" if near else ""
+        )
+    values = {name: _value(row, given.get(name)) for name, row in VARIABLES.items()}
+    return Environment(
+        **{name.removeprefix(PREFIX).lower(): values[name] for name, row in VARIABLES.items() if row.use == "used"}
+    )
+
+
+def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (of the row's type)
+    if text is None:
+        return row.default
+    try:
+        value = row.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{row.name}={text!r} is not usable; set it to {error}, or unset it ({row.meaning})") from None
+    if row.use == "refused" and value != row.default:
+        default = int(row.default) if isinstance(row.default, bool) else row.default
+        usual = f"set it to {default} or unset it" if default not in (None, ()) else "unset it"
+        raise ConfigError(f"{row.name}={text} is not supported by this version ({row.meaning}); {usual}")
+    return value
+
+
+@functools.cache
+def environment() -> Environment:
+    """This process's variables, read when first asked for."""
+    return read_environment(os.environ)

@@ -1,0 +1,441 @@
+"""The engine from another process: generate, abort, stats.
+
+Owns the core process and the streams of those who wait for it.  Lives in one event loop; nothing here blocks it.  Whatever ends
+the core ends every wait with :class:`StepFailed` at once, and so does every later call: no token is better than a wrong one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy.typing as npt
+import zmq
+import zmq.asyncio
+
+import deepinfer
+from deepinfer.config import EngineArgs
+from deepinfer.engine import ipc
+from deepinfer.engine.process import command
+from deepinfer.errors import ConfigError, EngineError, RequestError, StepFailed
+from deepinfer.metrics import Snapshot
+from deepinfer.request import FinishReason, RequestOutput, SamplingParams
+from deepinfer.scheduler.scheduler import SchedulerStats
+
+CORE_PROGRAM: Final = (sys.executable, "-P", "-m", "deepinfer.engine.process")
+_MAX_PATH: Final = 100
+"""Bytes of a socket's path; the system allows 107."""
+_END_S: Final = 10.0
+"""What the core gets for ending after its last request; then it is killed."""
+_LAST_MESSAGES_MS: Final = 50
+"""How long messages may be on their way from a process that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine counts.
+
+    Attributes:
+        scheduler: requests, pages, slots, hits as of now.
+        metrics: counters and histograms since the start.
+    """
+
+    scheduler: SchedulerStats
+    metrics: Snapshot
+
+
+class _Stream:
+    """Records of one request on their way to its caller.
+
+    Invariant: nothing follows a finished record or an error.
+    """
+
+    def __init__(self, number: int, request_id: str, prompt_len: int) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.prompt_len = prompt_len
+        self.last: RequestOutput | None = None
+        self._waiting: deque[RequestOutput] = deque()
+        self._error: EngineError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, record: RequestOutput) -> None:
+        self.last = record
+        self._waiting.append(record)
+        self._news.set()
+
+    def fail(self, error: EngineError) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    async def take(self) -> deque[RequestOutput]:
+        """All records that are there, waiting for the first; raises when there are none to come."""
+        while not self._waiting:
+            if self._error is not None:
+                raise type(self._error)(*self._error.args)
+            self._news.clear()
+            await self._news.wait()
+        records, self._waiting = self._waiting, deque()
+        return records
+
+
+class AsyncEngineClient:
+    """An engine in a process of its own.
+
+    Example::
+
+        client = await AsyncEngineClient.start(EngineArgs(model="nano"))
+        async for output in client.generate("a", [0, 5, 6], SamplingParams(max_tokens=8)):
+            print(output.token_id)
+        await client.close()
+
+    Invariant: ``_streams`` holds exactly the requests that the core may still send records for and somebody waits for.
+    """
+
+    def __init__(self) -> None:
+        """Use :meth:`start`."""
+        self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._border = self._context.socket(zmq.DEALER)
+        self._border.set_hwm(0)
+        self._lifeline: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._burial: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, _Stream] = {}
+        self._open_ids: dict[str, int] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._words = b""
+        self._failure: EngineError | None = None
+        self._is_closing = False
+        self._ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
+
+    @classmethod
+    async def start(cls, args: EngineArgs, *, progress: bool = True, program: Sequence[str] = CORE_PROGRAM) -> AsyncEngineClient:
+        """Start a core process and wait until it has loaded its model.
+
+        Args:
+            args: settings of the engine.
+            progress: whether loading shows bars on stderr.
+            program: what to run as the core process; put ``numactl`` or a profiler in front.
+
+        Raises:
+            ConfigError: settings, files or memory do not allow it.
+            StepFailed: the process ended while it loaded.
+        """
+        client = cls()
+        try:
+            client._spawn(args, progress=progress, program=program)
+            await client._ready
+        except BaseException:
+            await client._end(0)
+            raise
+        return client
+
+    @property
+    def facts(self) -> ipc.Ready:
+        """What the core said about itself when it was ready."""
+        return self._ready.result()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the core answers."""
+        return self._failure is None and not self._is_closing
+
+    @property
+    def pid(self) -> int:
+        """Of the core process."""
+        assert self._process is not None, "start() makes the process"
+        return self._process.pid
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: npt.ArrayLike,
+        params: SamplingParams,
+        images: Sequence[bytes] = (),
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate for one prompt; the request is sent with the first ``anext``.
+
+        Closing the iterator, or cancelling the task in it, ends the request.  A caller that is slow delays nobody else.
+
+        Args:
+            request_id: unique among open requests of this client.
+            prompt_token_ids: [num_tokens] integers, one image placeholder an image.
+            params: how to sample.
+            images: encoded files in the order of the placeholders.
+            priority: the higher is admitted first and preempted last.
+            salt: tenant; only requests of the same one share cached memory.
+
+        Raises:
+            RequestError: the request cannot be served; others are not touched.
+            Overloaded: the engine takes no requests now.
+            StepFailed: the core process has ended.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        frames = _pack_request(
+            ipc.Add(
+                number=number,
+                request_id=request_id,
+                params=_changed(params),
+                priority=priority,
+                salt=salt,
+                arrived_s=time.monotonic(),
+            ),
+            prompt_token_ids,
+            images,
+        )
+        if request_id in self._open_ids:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+        self._border.send_multipart(frames)
+        stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES)
+        self._open_ids[request_id] = number
+        is_done = False
+        try:
+            while not is_done:
+                for record in await stream.take():
+                    is_done = record.finished
+                    yield record
+        except EngineError:
+            is_done = True
+            raise
+        finally:
+            self._forget(stream)
+            if not is_done and self.is_alive:
+                self._send(ipc.Abort(call=0, numbers=[stream.number]))
+
+    async def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
+        """End requests; whoever iterates over one gets a last record with the reason ``abort``.
+
+        Returns:
+            How many of them the engine still had, and how many tokens they had.
+        """
+        numbers = [self._open_ids[each] for each in dict.fromkeys(request_ids) if each in self._open_ids]
+        aborted = await self._call(ipc.Abort, numbers=numbers)
+        for number in numbers:
+            self._finish_aborted(number)
+        return aborted.count, aborted.tokens
+
+    async def stats(self) -> EngineStats:
+        """Counts as of the core's next turn."""
+        told = await self._call(ipc.AskStats)
+        return EngineStats(scheduler=told.scheduler, metrics=told.metrics)
+
+    async def close(self, *, finish_within_s: float = 0.0) -> None:
+        """Let open requests finish for at most so many seconds, abort the rest, end the process; later calls raise."""
+        if not self._is_closing and self._failure is None:
+            self._is_closing = True
+            self._send(ipc.Shutdown(finish_within_s=finish_within_s))
+        self._is_closing = True
+        await self._end(finish_within_s + _END_S)
+
+    # Starting and ending.
+
+    def _spawn(self, args: EngineArgs, *, progress: bool, program: Sequence[str]) -> None:
+        path = self._folder / "core"
+        if len(os.fsencode(path)) > _MAX_PATH:
+            raise ConfigError(f"{path} is too long for a socket; set TMPDIR to a folder with a path of at most 70 characters")
+        self._border.bind(f"ipc://{path}")
+        self._lifeline, theirs = socket.socketpair()
+        self._lifeline.setblocking(False)
+        root = str(Path(deepinfer.__file__).resolve().parent.parent)
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                [*program, *command(f"ipc://{path}", theirs.fileno(), args, progress=progress)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        asyncio.get_running_loop().add_reader(self._lifeline, self._hear)
+        self._reader = asyncio.create_task(self._read(), name="deepinfer-client")
+
+    async def _end(self, seconds: float) -> None:
+        """Wait so many seconds for the process to end, kill it if it does not, and give everything back."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), seconds)
+            until = time.monotonic() + (_END_S if self._ended.is_set() else 0)
+            while process.poll() is None:
+                if time.monotonic() >= until:
+                    process.kill()
+                await asyncio.sleep(0.005)
+        if self._burial is not None:
+            await self._burial
+        self._fail(StepFailed("the engine was closed"))
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        if self._lifeline is not None and self._lifeline.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._lifeline)
+            self._lifeline.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _hear(self) -> None:
+        """Something on the lifeline: last words, or its end."""
+        assert self._lifeline is not None, "it is heard only while it is there"
+        try:
+            data = self._lifeline.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        self._words += data
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._lifeline)
+            self._burial = asyncio.create_task(self._bury(), name="deepinfer-client-end")
+
+    async def _bury(self) -> None:
+        """The process has ended: take what it sent before, then fail whoever still waits."""
+        while await self._border.poll(_LAST_MESSAGES_MS):
+            await asyncio.sleep(0)
+        error = ipc.unpack_last_words(self._words)
+        if error is None:
+            assert self._process is not None, "only a process that was started can end"
+            error = StepFailed(f"the core process {_how_it_ended(self._process)}; its log may say more, start another engine")
+        self._fail(error)
+        self._ended.set()
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = self._failure or error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whoever waits gets it; that nobody does is no fault
+        for stream in self._streams.values():
+            stream.fail(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._calls.clear()
+
+    # Requests.
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        if self._is_closing:
+            raise StepFailed("the engine was closed")
+
+    def _forget(self, stream: _Stream) -> None:
+        self._streams.pop(stream.number, None)
+        if self._open_ids.get(stream.request_id) == stream.number:
+            del self._open_ids[stream.request_id]
+
+    def _finish_aborted(self, number: int) -> None:
+        """A last record for a request that was aborted, unless it ended before."""
+        stream = self._streams.get(number)
+        if stream is None or (stream.last is not None and stream.last.finished):
+            return
+        end: dict[str, Any] = {"token_id": None, "finished": True, "finish_reason": FinishReason.ABORT}
+        if stream.last is not None:
+            stream.put(replace(stream.last, **end, token_logprobs=None, top_token_ids=(), top_logprobs=()))
+            return
+        stream.put(
+            RequestOutput(
+                request_id=stream.request_id,
+                prompt_len=stream.prompt_len,
+                num_output_tokens=0,
+                max_num_batched_tokens=self.facts.max_num_batched_tokens,
+                **end,
+            )
+        )
+
+    # Messages.
+
+    def _send(self, message: ipc.Message) -> None:
+        """Send at once: the queue has no limit, and the future is done unless the core is gone, which the lifeline tells."""
+        self._border.send_multipart(ipc.pack(message))
+
+    async def _call(self, kind: type[ipc.Abort] | type[ipc.AskStats], **given: Any) -> Any:  # noqa: ANN401  (the kind's answer)
+        self._check_alive()
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(kind(call=number, **given))
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    async def _read(self) -> None:
+        while True:
+            self._handle(ipc.from_core(await self._border.recv_multipart()))
+
+    def _handle(self, message: ipc.FromCore) -> None:
+        match message:
+            case ipc.Outputs():
+                for number, record in zip(message.numbers, message.records, strict=True):
+                    if number in self._streams:
+                        self._streams[number].put(record)
+            case ipc.Refused():
+                if message.number in self._streams:
+                    self._streams[message.number].fail(ipc.error_of(message.kind, message.sentence))
+            case ipc.Aborted() | ipc.Stats():
+                call = self._calls.get(message.call)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case ipc.Ready():
+                self._ready.set_result(message)
+            case ipc.Closed():
+                for number in message.aborted:
+                    self._finish_aborted(number)
+                self._is_closing = True
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    code = process.poll()
+    if code is None:
+        return "broke off"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _pack_request(message: ipc.Add, token_ids: npt.ArrayLike, images: Sequence[bytes]) -> list[ipc.Frame]:
+    """Frames of a request, every value of the type that the core relies on.
+
+    Raises:
+        RequestError: a value has another type.
+    """
+    for name, value, kind in (
+        ("request_id", message.request_id, str),
+        ("priority", message.priority, int),
+        ("salt", message.salt, bytes),
+        *(("an image", each, bytes) for each in images),
+    ):
+        if not isinstance(value, kind):
+            raise RequestError(f"{name} of type {type(value).__name__} was given; give it as {kind.__name__}")
+    try:
+        ids = ipc.pack_ids(token_ids)
+    except ValueError as error:
+        raise RequestError(f"prompt_token_ids are not usable ({error}); give token ids as integers") from error
+    try:
+        return ipc.pack(message, [ids, *images])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"the request cannot be sent ({error}); use plain values of at most 64 bits") from error
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """The values of ``params`` that are not defaults."""
+    values = {each.name: (getattr(params, each.name), each.default) for each in fields(params)}
+    return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}

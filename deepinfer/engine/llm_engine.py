@@ -1,0 +1,189 @@
+"""The engine in this process, turned by its caller: add requests, step, read what came.
+
+For those who bring their own loop; :class:`deepinfer.LLM` is simpler and :class:`AsyncEngineClient` serves many callers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from deepinfer.config import EngineArgs
+from deepinfer.engine.core import EngineCore
+from deepinfer.engine.loader import Loaded, load
+from deepinfer.engine.observer import Observer
+from deepinfer.engine.prompt import MultiModalData, build_prompt, checked_ids, image_files
+from deepinfer.errors import ConfigError, RequestError
+from deepinfer.metrics import Snapshot
+from deepinfer.request import Request, RequestOutput, SamplingParams
+from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """A model and its queue.
+
+    Example::
+
+        engine = LLMEngine.from_engine_args(EngineArgs(model="nano"))
+        engine.add_request(0, "a", SamplingParams(max_tokens=8), [0, 5, 6])
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.request_id, output.token_id)
+        engine.close()
+    """
+
+    def __init__(self, args: EngineArgs, loaded: Loaded) -> None:
+        """Serve ``loaded``; see :meth:`from_engine_args`."""
+        self.args = args
+        self.config = loaded.config
+        self._tokenizer = loaded.tokenizer
+        self._open: EngineCore | None = loaded.core
+        self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, progress: bool = True) -> LLMEngine:
+        """Load a model.
+
+        Raises:
+            ConfigError: settings, files or memory do not allow it.
+        """
+        return cls(args, load(args, progress=progress))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def add_request(
+        self,
+        user_id: int | str,
+        request_id: str,
+        sampling_params: SamplingParams,
+        prompt_token_ids: Iterable[int],
+        multi_modal_data: MultiModalData | None = None,
+        arrival_time: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+        enqueue: bool = True,
+        chunk_checkpoints: Iterable[int] | None = None,
+    ) -> bool:
+        """Queue a request.
+
+        Args:
+            user_id: whose it is, for the log; all users are equal.
+            request_id: unique among unfinished requests.
+            prompt_token_ids: one image placeholder an image.
+            multi_modal_data: ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height).
+            arrival_time: when it came, in seconds since the epoch; now if not given.
+            extra: must be empty.
+            enqueue: must be True.
+            chunk_checkpoints: positions, multiples of a page, at which a chunk of the prompt ends so that its state can be kept.
+
+        Returns:
+            Whether the request was taken: one with a token id outside the vocabulary is dropped, with a warning in the log.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        core = self._core()
+        if extra:
+            raise RequestError(f"extra={dict(extra)!r} means nothing to this engine; leave it out")
+        if not enqueue:
+            raise RequestError("enqueue=False leaves a request to another engine, which this version cannot; leave it out")
+        ids = list(prompt_token_ids)
+        outside = [each for each in ids if isinstance(each, int | np.integer) and not 0 <= each < self.config.vocab_size]
+        if outside:
+            logger.warning(
+                "request %s of user %s is dropped: token id %d is outside the vocabulary of %d",
+                request_id,
+                user_id,
+                outside[0],
+                self.config.vocab_size,
+            )
+            return False
+        try:
+            prompt = build_prompt(checked_ids(ids, self.config), image_files(multi_modal_data), self.config)
+            request = Request(
+                request_id=request_id,
+                prompt_token_ids=prompt.token_ids,
+                params=sampling_params,
+                images=prompt.images,
+                checkpoints=tuple(chunk_checkpoints or ()),
+            )
+            core.add(request, prompt.pictures)
+        except RequestError as error:
+            self._observer.refused(error)
+            raise
+        waited_s = max(0.0, time.time() - arrival_time) if arrival_time is not None else 0.0
+        self._observer.arrived(request, time.monotonic() - waited_s)
+        return True
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
+        """Drop requests; unknown ones are passed over, and no record of the others comes any more.
+
+        Returns:
+            How many were there, and how many tokens they had.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        counts = self._core().abort(ids)
+        self._observer.aborted(ids)
+        return counts
+
+    def step(self) -> list[RequestOutput]:
+        """Turn the loop once; returns the tokens of the step before, none on the first turn.
+
+        Raises:
+            StepFailed: the step broke; the engine cannot go on.
+        """
+        core = self._core()
+        if core.is_idle:
+            return []
+        begin = time.monotonic()
+        outputs = core.step()
+        now = time.monotonic()
+        self._observer.stepped(outputs, now - begin, now)
+        return outputs
+
+    def flush_inflight_reqs(self) -> list[RequestOutput]:
+        """Wait for the step in flight and return its tokens; nothing new is started."""
+        begin = time.monotonic()
+        outputs = self._core().flush()
+        now = time.monotonic()
+        self._observer.stepped(outputs, now - begin, now)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return not self._core().is_idle
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have not ended."""
+        return self._core().num_unfinished
+
+    def get_num_pendings(self) -> int:
+        """Requests that wait for room."""
+        return self._core().stats().num_waiting
+
+    def stats(self) -> SchedulerStats:
+        """What the scheduler counts."""
+        return self._core().stats()
+
+    def metrics(self) -> Snapshot:
+        """Counters and histograms since the start."""
+        return self._observer.snapshot()
+
+    def close(self) -> None:
+        """Give the model's memory back; the object cannot be used afterwards."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _core(self) -> EngineCore:
+        if self._open is None:
+            raise ConfigError("this engine was closed; make a new one")
+        return self._open

@@ -1,0 +1,68 @@
+"""A handle over the worker: launch(plan) -> pending result.
+
+The worker runs in a thread of its own, in the order of the calls.  On a CPU the thread computes while the caller plans; on a GPU
+it queues kernels, and only :meth:`Pending.result` waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from deepinfer.errors import StepFailed
+from deepinfer.executor.worker import Launched, Picture, Worker
+from deepinfer.request import SamplingParams
+from deepinfer.step import StepPlan, StepResult
+
+
+class Pending:
+    """A launched step."""
+
+    def __init__(self, launched: Future[Launched]) -> None:
+        self._launched = launched
+
+    def result(self) -> StepResult:
+        """Wait for the step.
+
+        Raises:
+            StepFailed: the step broke; its results and the caches are void.
+        """
+        try:
+            return self._launched.result().result()
+        except Exception as error:
+            raise StepFailed(f"a step failed ({type(error).__name__}: {error}); restart the engine") from error
+
+
+class Executor:
+    """Runs a worker.
+
+    Invariant: calls take effect in the order in which they were made.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        """Drive ``worker``, which nobody else may touch any more."""
+        self.worker = worker
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepinfer-worker")
+        self._errands: list[Future[None]] = []
+
+    def add(self, request_id: str, params: SamplingParams, num_prompt: int, pictures: Sequence[Picture] = ()) -> None:
+        """Announce a request; it may be launched from now on."""
+        self._errands.append(self._thread.submit(self.worker.add, request_id, params, num_prompt, pictures))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request after everything launched so far."""
+        self._errands.append(self._thread.submit(self.worker.remove, request_id))
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step.  An announcement that failed since the last one fails this step."""
+        errands, self._errands = self._errands, []
+        return Pending(self._thread.submit(self._launch, errands, plan))
+
+    def close(self) -> None:
+        """Finish what was launched and end the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _launch(self, errands: Sequence[Future[None]], plan: StepPlan) -> Launched:
+        for errand in errands:
+            errand.result()  # done: the thread runs one call after the other
+        return self.worker.launch(plan)

@@ -1,0 +1,200 @@
+"""Counters, gauges and histograms: one table of names and units, and the numbers behind them.
+
+An engine counts into a :class:`Metrics`; that is plain numbers, cheap enough for every token of every step.  A :class:`Snapshot`
+of them crosses the process border, and :func:`registry` turns snapshots into what Prometheus reads, wherever that is asked for.
+
+Names follow those that dashboards of serving engines expect, with our prefix.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX: Final = "deepinfer_"
+Kind = Literal["counter", "gauge", "histogram"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKENS = tuple(float(2**power) for power in range(21))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One row of the table.
+
+    Attributes:
+        kind: counters grow, gauges are what is now, histograms count observations by size.
+        unit: of the numbers.
+        help: what they say.
+        label: name of the one label that splits a counter, or "".
+        bounds: upper bounds of a histogram's buckets, ascending; one more bucket takes what is above.
+    """
+
+    kind: Kind
+    unit: str
+    help: str
+    label: str = ""
+    bounds: tuple[float, ...] = ()
+
+
+def _counter(unit: str, text: str, label: str = "") -> Quantity:
+    return Quantity(kind="counter", unit=unit, help=text, label=label)
+
+
+def _gauge(unit: str, text: str) -> Quantity:
+    return Quantity(kind="gauge", unit=unit, help=text)
+
+
+def _histogram(unit: str, text: str, bounds: tuple[float, ...]) -> Quantity:
+    return Quantity(kind="histogram", unit=unit, help=text, bounds=bounds)
+
+
+QUANTITIES: Final[Mapping[str, Quantity]] = {
+    # What is now.
+    "num_requests_running": _gauge("requests", "Requests that hold a state slot."),
+    "num_requests_waiting": _gauge("requests", "Requests that wait for room."),
+    "kv_cache_usage_perc": _gauge("share", "Pages held by requests, 0 to 1."),
+    "state_slot_usage_perc": _gauge("share", "State slots held by requests, 0 to 1."),
+    # Steps.
+    "steps": _counter("steps", "Steps computed."),
+    "step_time_seconds": _histogram("seconds", "Time of one turn of the loop.", _SECONDS),
+    "computed_tokens": _counter("tokens", "Rows of all steps: prompt, output, replayed and computed again."),
+    "iteration_tokens_total": _histogram("tokens", "Tokens that one step brought.", _TOKENS),
+    "num_preemptions": _counter("requests", "Requests that lost their pages and were computed again."),
+    # Tokens.
+    "prompt_tokens": _counter("tokens", "Prompt tokens of requests that got their first token."),
+    "generation_tokens": _counter("tokens", "Tokens generated."),
+    "prefix_cache_queries": _counter("tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": _counter("tokens", "Prompt tokens found in the prefix cache."),
+    "replayed_tokens": _counter("tokens", "Tokens computed again to rebuild windows after a hit."),
+    # Requests.
+    "request_success": _counter("requests", "Requests that ended.", "finished_reason"),
+    "admission_rejections": _counter("requests", "Requests refused as they came.", "reason"),
+    "time_to_first_token_seconds": _histogram("seconds", "From arrival to the first token.", _SECONDS),
+    "inter_token_latency_seconds": _histogram("seconds", "Between two tokens of a request.", _SECONDS),
+    "request_time_per_output_token_seconds": _histogram("seconds", "Mean time between tokens of an ended request.", _SECONDS),
+    "e2e_request_latency_seconds": _histogram("seconds", "From arrival to the end.", _SECONDS),
+    "request_prompt_tokens": _histogram("tokens", "Prompt of an ended request.", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "Output of an ended request.", _TOKENS),
+    "request_params_max_tokens": _histogram("tokens", "max_tokens of a request that came in.", _TOKENS),
+}
+"""Every quantity by its name without prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The numbers of one moment, as plain values.
+
+    Attributes:
+        values: name of a counter or gauge -> value of its label ("" if it has none) -> number.
+        counts: name of a histogram -> observations in each of its buckets, the last one being above all bounds.
+        sums: name of a histogram -> sum of what was observed.
+    """
+
+    values: dict[str, dict[str, float]]
+    counts: dict[str, list[int]]
+    sums: dict[str, float]
+
+
+class Metrics:
+    """The numbers of one engine; for one thread.
+
+    Invariant: it holds exactly the names of :data:`QUANTITIES`, each as its kind.
+    """
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._values: dict[str, dict[str, float]] = {}
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+        for name, quantity in QUANTITIES.items():
+            if quantity.kind == "histogram":
+                self._counts[name] = [0] * (len(quantity.bounds) + 1)
+                self._sums[name] = 0.0
+            else:
+                self._values[name] = {} if quantity.label else {"": 0.0}
+
+    def add(self, name: str, amount: float = 1, *, label: str = "") -> None:
+        """Raise a counter by ``amount`` >= 0."""
+        values = self._values[name]
+        values[label] = values.get(label, 0.0) + amount
+
+    def put(self, name: str, value: float, *, label: str = "") -> None:
+        """Set a gauge, or a counter that somebody else keeps."""
+        self._values[name][label] = value
+
+    def observe(self, name: str, value: float, *, times: int = 1) -> None:
+        """Put ``value`` into a histogram, ``times`` times."""
+        self._counts[name][bisect_left(QUANTITIES[name].bounds, value)] += times
+        self._sums[name] += value * times
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the numbers."""
+        return Snapshot(
+            values={name: dict(values) for name, values in self._values.items()},
+            counts={name: list(counts) for name, counts in self._counts.items()},
+            sums=dict(self._sums),
+        )
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        assert self._values.keys() | self._counts.keys() == QUANTITIES.keys(), "names of the table"
+        assert self._counts.keys() == self._sums.keys(), "a histogram has a sum"
+        for name, counts in self._counts.items():
+            assert len(counts) == len(QUANTITIES[name].bounds) + 1, "a bucket above the last bound"
+        for name, values in self._values.items():
+            assert QUANTITIES[name].label or values.keys() == {""}, "a label where the table has one"
+
+
+class _EngineCollector(Collector):
+    """Snapshots as Prometheus families, one series an engine."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Snapshot]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        engines = self._read()
+        for name, quantity in QUANTITIES.items():
+            yield _family(name, quantity, engines)
+
+
+def _family(name: str, quantity: Quantity, engines: Mapping[str, Snapshot]) -> Metric:
+    text = f"{quantity.help}  Unit: {quantity.unit}."
+    labels = ["engine", quantity.label] if quantity.label else ["engine"]
+    if quantity.kind == "histogram":
+        histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        for engine, snapshot in engines.items():
+            buckets, below = [], 0
+            for bound, count in zip((*map(str, quantity.bounds), "+Inf"), snapshot.counts[name], strict=True):
+                below += count
+                buckets.append((bound, float(below)))
+            histogram.add_metric([engine], buckets, snapshot.sums[name])
+        return histogram
+    make = CounterMetricFamily if quantity.kind == "counter" else GaugeMetricFamily
+    family = make(PREFIX + name, text, labels=labels)
+    for engine, snapshot in engines.items():
+        for label, value in snapshot.values[name].items():
+            family.add_metric([engine, label] if quantity.label else [engine], value)
+    return family
+
+
+def registry(read: Callable[[], Mapping[str, Snapshot]]) -> CollectorRegistry:
+    """A registry of our own.
+
+    Args:
+        read: gives the snapshot of every engine by the engine's name, each time the registry is collected.
+    """
+    made = CollectorRegistry()
+    made.register(_EngineCollector(read))
+    return made
+
+
+def exposition(engines: Mapping[str, Snapshot]) -> bytes:
+    """Snapshots by engine, in Prometheus' text format."""
+    return generate_latest(registry(lambda: engines))

@@ -1,0 +1,82 @@
+"""Who comes first: order of admission, of service and of preemption.
+
+*Admission* goes by priority, then by arrival, and never passes the head of the queue over because something smaller would fit:
+the head gets in as soon as running requests leave it room, and a preempted request has its old place.  So within a priority
+nobody waits for ever; a lower priority waits as long as higher ones keep coming.
+
+*Service* within a step: tokens that continue an answer go before prompts.  Where the budget cannot serve every answer, those of
+higher priority come first, then the shortest, then the oldest.  The shortest that is served does not stay the shortest, so all
+advance; and prompts, which would bring new short answers, do not advance meanwhile.  Every answer is bounded, so prompts go on
+when some have ended.
+
+*Preemption* makes room for requests that run, never for one that waits.  It takes the last in the order of service: lowest
+priority, then longest answer, then youngest.  Room is made for an answer that is continued in the same step; a request that
+would have to make room itself first waits for what it has in flight; one whose last token is in flight is waited for; and a step
+that preempts admits nobody.  So the tokens that callers see grow in number whatever happens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from deepinfer.scheduler.row import Row
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return (-row.request.priority, row.arrival)
+
+
+class Queue:
+    """Rows that wait for memory, in order of admission.
+
+    Invariant: sorted, no row twice.
+    """
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._rows: list[Row] = []
+
+    def __len__(self) -> int:
+        """Rows that wait."""
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Rows in order."""
+        return iter(self._rows)
+
+    @property
+    def head(self) -> Row | None:
+        """The next to be admitted."""
+        return self._rows[0] if self._rows else None
+
+    def push(self, row: Row) -> None:
+        """Add a row at its place."""
+        insort(self._rows, row, key=_place)
+
+    def remove(self, row: Row) -> None:
+        """Take a row out."""
+        at = bisect_left(self._rows, _place(row), key=_place)
+        assert self._rows[at] is row, "the row waits"
+        del self._rows[at]
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        places = [_place(row) for row in self._rows]
+        assert all(a < b for a, b in pairwise(places)), "the queue is sorted and holds nobody twice"
+
+
+def in_order_of_admission(rows: Iterable[Row]) -> list[Row]:
+    """Rows as the queue would have them."""
+    return sorted(rows, key=_place)
+
+
+def in_order_of_service(rows: Iterable[Row]) -> list[Row]:
+    """Rows, those to be served first in front."""
+    return sorted(rows, key=lambda row: row.order)
+
+
+def victim(rows: Iterable[Row]) -> Row:
+    """The row to preempt."""
+    return max(rows, key=lambda row: row.order)

@@ -1,0 +1,147 @@
+"""One unfinished request as the scheduler sees it: its tokens, how far they are computed, what it holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer.kv.manager import Holding
+from deepinfer.kv.prefix import PageChain
+from deepinfer.request import Request
+
+
+class Row:
+    """A request between :meth:`Scheduler.add` and its end.
+
+    Three lengths say how far it is, all in tokens: ``num_computed_tokens`` are computed for certain, ``num_planned_tokens`` will
+    be once the steps in flight are done, ``num_tokens`` are known.  Each of the ``num_sampling`` chunks in flight that asked for
+    logits will bring one more.
+
+    Invariant: num_computed_tokens <= num_planned_tokens <= num_tokens + num_sampling <= num_tokens_max.
+
+    Attributes:
+        request: as it was given.
+        arrival: rank by time of arrival, unique.
+        num_prompt_tokens: tokens of its prompt.
+        num_tokens_max: tokens it ends with at the latest, prompt included.
+        token_ids: [num_tokens_max] int32, the first ``num_tokens`` of them known.
+        has_images: whether its prompt has image positions.
+        decoder_floor: see :class:`~deepinfer.step.Chunk`; the same for life.
+        chain: keys of its pages.
+        is_schedulable: whether its inputs are ready.
+        is_resumed: whether it was preempted before.
+        parent: the row it shall branch from, and that row's generation, or None.
+        generation: goes up whenever what is in flight becomes void.
+        holding: pages and slot, or None while it does not run.
+        slot: of the holding; without meaning while there is none.
+
+    What is computed for certain and what is in flight:
+        num_computed_tokens, num_planned_tokens, num_tokens, num_sampling: as above.
+        num_in_flight: chunks planned and not committed.
+        num_images_planned: image positions among the planned tokens.
+
+    Only while it runs:
+        num_prefill_tokens: tokens that were known when it was admitted; behind them it decodes.
+        num_room_tokens: tokens that its pages can take.
+        num_published_tokens: page boundary up to which its pages are in the index.
+        stops: positions at which a chunk of the prefill must end.
+        window_floor, write_floor: see :class:`~deepinfer.step.Chunk`.
+
+    For records:
+        num_cached_tokens: tokens that the first admission did not have to compute.
+    """
+
+    __slots__ = (
+        "arrival",
+        "chain",
+        "decoder_floor",
+        "generation",
+        "has_images",
+        "holding",
+        "is_resumed",
+        "is_schedulable",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_images_planned",
+        "num_in_flight",
+        "num_planned_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_published_tokens",
+        "num_room_tokens",
+        "num_sampling",
+        "num_tokens",
+        "num_tokens_max",
+        "parent",
+        "request",
+        "slot",
+        "stops",
+        "token_ids",
+        "window_floor",
+        "write_floor",
+    )
+
+    def __init__(
+        self, request: Request, *, arrival: int, num_tokens_max: int, decoder_floor: int, page_tokens: int, image_token_id: int
+    ) -> None:
+        """A request that nothing was computed for."""
+        self.request = request
+        self.arrival = arrival
+        self.num_prompt_tokens = self.num_tokens = len(request.prompt_token_ids)
+        self.num_tokens_max = num_tokens_max
+        self.token_ids: npt.NDArray[np.int32] = np.empty(num_tokens_max, dtype=np.int32)
+        self.token_ids[: self.num_tokens] = request.prompt_token_ids
+        self.has_images = bool((self.token_ids[: self.num_tokens] == image_token_id).any())
+        self.decoder_floor = decoder_floor
+        self.chain = PageChain(page_tokens, request.salt)
+        self.is_schedulable = True
+        self.is_resumed = False
+        self.parent: tuple[Row, int] | None = None
+        self.generation = 0
+        self.num_cached_tokens = 0
+        self.slot = 0
+        self.vacate()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and committed."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Place in the order of service among running requests; the last is the first to be preempted."""
+        return (-self.request.priority, self.num_tokens - self.num_prompt_tokens, self.arrival)
+
+    def vacate(self) -> None:
+        """Hold nothing and have nothing computed; what is in flight is void."""
+        self.generation += 1
+        self.holding: Holding | None = None
+        self.num_computed_tokens = self.num_planned_tokens = 0
+        self.num_sampling = self.num_in_flight = 0
+        self.num_images_planned = 0
+        self.num_prefill_tokens = self.num_room_tokens = self.num_published_tokens = 0
+        self.stops: tuple[int, ...] = ()
+        self.window_floor = self.write_floor = 0
+
+    def extend_chain(self, num_tokens: int) -> None:
+        """Bring the keys up to the first ``num_tokens`` tokens, all known."""
+        known = self.chain.num_tokens
+        if num_tokens > known:
+            images = {at: content for at, content in self.request.images.items() if known <= at < num_tokens}
+            self.chain.extend(self.token_ids[known:num_tokens], images)
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        assert 0 <= self.num_computed_tokens <= self.num_planned_tokens, "planned is at least what is computed"
+        assert self.num_planned_tokens <= self.num_tokens + self.num_sampling <= self.num_tokens_max, "no plan beyond the tokens"
+        assert 0 <= self.num_sampling <= self.num_in_flight, "only chunks in flight sample"
+        assert self.chain.num_tokens <= self.num_tokens, "keys stand for known tokens"
+        if self.holding is None:
+            assert self.num_planned_tokens == self.num_in_flight == 0, "without memory nothing is computed"
+        else:
+            assert self.num_planned_tokens <= self.num_room_tokens, "planned tokens have pages"
+            assert (self.num_planned_tokens == self.num_computed_tokens) == (self.num_in_flight == 0), (
+                "what is planned is in flight"
+            )
+            assert self.num_computed_tokens < self.num_tokens, "a running request has work"
+            assert self.holding.slot == self.slot != 0, "slot 0 belongs to nobody"

@@ -1,0 +1,105 @@
+"""A core process without a model: counts upwards from the last token of the prompt, and misbehaves when asked to.
+
+Run as the client's ``program``; prompts that end with one of the ids below have the effect beside it.
+"""
+
+import sys
+import time
+from types import SimpleNamespace
+
+from deepinfer.engine.process import main
+from deepinfer.errors import ConfigError, ContextTooLong
+from deepinfer.request import FinishReason, RequestOutput
+from deepinfer.scheduler.scheduler import SchedulerStats
+
+RAISES, STICKS, PAUSES = 301, 302, 303
+"""The step raises; never ends; takes a second."""
+
+
+class FakeCore:
+    def __init__(self, args):
+        self.args = args
+        self.requests = {}
+        self.num_steps = self.num_output_tokens = 0
+
+    is_idle = property(lambda self: not self.requests)
+    num_unfinished = property(lambda self: len(self.requests))
+
+    def add(self, request, pictures=()):
+        if len(request.prompt_token_ids) >= self.args.max_model_len:
+            raise ContextTooLong("too long")
+        self.requests[request.request_id] = [request, 0]
+
+    def abort(self, request_ids):
+        gone = [self.requests.pop(each) for each in list(request_ids) if each in self.requests]
+        return len(gone), sum(len(request.prompt_token_ids) + count for request, count in gone)
+
+    def step(self):
+        time.sleep(0.0002)  # as no step of a real core is faster
+        outputs = []
+        self.num_steps += 1
+        for request_id, entry in list(self.requests.items()):
+            request, count = entry
+            last = request.prompt_token_ids[-1]
+            if last == RAISES:
+                raise ZeroDivisionError("the fake was asked to")
+            if last == STICKS:
+                time.sleep(3600)
+            if last == PAUSES:
+                time.sleep(1)
+            entry[1] = count + 1
+            is_last = entry[1] == request.params.max_tokens
+            if is_last:
+                del self.requests[request_id]
+            outputs.append(
+                RequestOutput(
+                    request_id=request_id,
+                    prompt_len=len(request.prompt_token_ids),
+                    token_id=last + entry[1],
+                    finished=is_last,
+                    finish_reason=FinishReason.LENGTH if is_last else None,
+                    num_output_tokens=entry[1],
+                    max_num_batched_tokens=self.args.max_num_batched_tokens,
+                )
+            )
+        self.num_output_tokens += len(outputs)
+        return outputs
+
+    def flush(self):
+        return []
+
+    def stats(self):
+        return SchedulerStats(
+            num_running=len(self.requests),
+            num_waiting=0,
+            num_pages=100,
+            num_held_pages=25,
+            num_cached_pages=10,
+            num_slots=8,
+            num_held_slots=2,
+            num_saved_states=1,
+            num_steps=self.num_steps,
+            num_computed_tokens=self.num_output_tokens + 90,
+            num_output_tokens=self.num_output_tokens,
+            num_asked_tokens=200,
+            num_hit_tokens=50,
+            num_replayed_tokens=5,
+            num_preempted=3,
+            num_finished={FinishReason.STOP: 1},
+        )
+
+    def close(self):
+        pass
+
+
+def load(args, *, progress):
+    if args.model == "refused":
+        raise ConfigError("the fake refuses this model; name another")
+    if args.model == "broken":
+        raise ZeroDivisionError("the fake cannot load")
+    config = SimpleNamespace(vocab_size=400, image_token_id=270, eos_token_id=1, vision=None)
+    return SimpleNamespace(config=config, tokenizer=None, core=FakeCore(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], load=load))

@@ -1,0 +1,126 @@
+"""No schedule changes a result: tokens and log-probabilities are the bits of a fresh run, alone and in one piece.
+
+Every test covers ten seeds; with --slow, ten times as many.
+"""
+
+import pytest
+
+from tests.engine.harness import PAGE_TOKENS, build, drain, fresh, params, request, rng_of, tokens
+
+BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
+
+
+def seeds(block):
+    return range(10 * block, 10 * block + 10)
+
+
+def unrelated(rng, count, longest=60):
+    return [request(f"r{number}", tokens(rng, int(rng.integers(1, longest))), params(rng)) for number in range(count)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_chunked_is_whole(block):
+    for seed in seeds(block):
+        rng = rng_of(seed, 1)
+        work = unrelated(rng, 2, 90)
+        core = build(budget=int(rng.integers(6, 40)), is_async=False, cache=False)
+        assert drain(core, work) == fresh(work)
+        core.close()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_batched_is_alone(block):
+    for seed in seeds(block):
+        rng = rng_of(seed, 2)
+        work = unrelated(rng, 4, 40)
+        core = build(is_async=False, cache=False)
+        assert drain(core, work, rng) == fresh(work, alone=True)
+        core.close()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_asynchronous_is_synchronous(block):
+    for seed in seeds(block):
+        work = unrelated(rng_of(seed, 3), 3, 50)
+        results = []
+        for is_async in (True, False):
+            rng = rng_of(seed, 4)
+            core = build(is_async=is_async, budget=int(rng.integers(10, 80)), max_num_seqs=2)
+            results.append(drain(core, work, rng))
+            core.close()
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_preempted_is_not(block):
+    num_preempted = 0
+    for seed in seeds(block):
+        rng = rng_of(seed, 5)
+        work = [request(f"r{number}", tokens(rng, 16 * 2 - 2), params(rng, 6)) for number in range(3)]
+        core = build(
+            num_pages=1 + 7, cache=bool(rng.integers(2)), spare_slots=int(rng.integers(3)), exact_replay=bool(rng.integers(2))
+        )
+        assert drain(core, work) == fresh(work)
+        num_preempted += core.stats().num_preempted
+        core.close()
+    assert num_preempted >= 5, "the pool is too small for all"
+
+
+def two_turns(core, rng, prompt_tokens, max_tokens=None):
+    """A conversation: the second prompt is the first one, its answer and something new.  The requests, and what they gave."""
+    one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
+    got = drain(core, [one])
+    answer = tuple(token for token, _ in got["one"])
+    more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
+    two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
+    return [one, two], got | drain(core, [two])
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_cached_with_state_is_fresh(block):
+    num_hit = 0
+    for seed in seeds(block):
+        rng = rng_of(seed, 6)
+        core = build(is_async=bool(rng.integers(2)))
+        work, got = two_turns(core, rng, int(rng.integers(20, 70)))
+        assert got == fresh(work)
+        stats = core.stats()
+        assert stats.num_replayed_tokens == 0
+        num_hit += stats.num_hit_tokens > 0
+        core.close()
+    assert num_hit >= 8
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_cached_with_invariant_replay_is_fresh(block):
+    for seed in seeds(block):
+        rng = rng_of(seed, 7)
+        keep = int(rng.choice([0, 16]))
+        core = build(spare_slots=0, exact_replay=True, keep=keep, is_async=bool(rng.integers(2)))
+        work, got = two_turns(core, rng, int(rng.integers(105, 130)), 3)
+        assert got == fresh(work, keep=keep)
+        stats = core.stats()
+        assert stats.num_replayed_tokens > 0
+        assert stats.num_hit_tokens > stats.num_replayed_tokens
+        core.close()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_forked_is_separate(block):
+    for seed in seeds(block):
+        rng = rng_of(seed, 8)
+        prompt = tokens(rng, int(rng.integers(1, 60)))
+        core = build(is_async=bool(rng.integers(2)))
+        parent = request("parent", prompt, params(rng, 8))
+        core.add(parent)
+        outputs = {"parent": [], "child": []}
+        while len(outputs["parent"]) < 3:
+            for output in core.step():
+                outputs[output.request_id].append((output.token_id, output.token_logprobs))
+        # What the scheduler has committed is what the caller has seen.
+        stem = prompt + tuple(token for token, _ in outputs["parent"])
+        child = request("child", stem, params(rng, 5))
+        core.fork("parent", child)
+        drain(core, outputs=outputs)
+        assert outputs == fresh([parent, child])
+        core.close()

@@ -1,0 +1,127 @@
+"""The engine's promises on a GPU, asynchronous, with every hidden wait an error.
+
+Same histories as on a CPU.  In the production regime results are the bits of a fresh run on the same device; in fp64 tokens are
+the CPU's too.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer.errors import StepFailed
+from tests.engine.harness import PAGE_TOKENS, build, drain, params, request, rng_of, tokens
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def fresh(requests, *, device=CUDA, exact=False, **given):
+    core = build(device=device, exact=exact, max_num_seqs=8, spare_slots=0, budget=2000, is_async=False, cache=False, **given)
+    results = {}
+    for each in requests:
+        results |= drain(core, [each])
+    core.close()
+    return results
+
+
+def two_turns(core, rng, prompt_tokens, max_tokens):
+    one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
+    got = drain(core, [one])
+    answer = tuple(token for token, _ in got["one"])
+    more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
+    two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
+    return [one, two], got | drain(core, [two])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_schedule_gives_the_bits_of_a_fresh_run(seed):
+    rng = rng_of(seed, 1)
+    work = [request(f"r{number}", tokens(rng, int(rng.integers(1, 60))), params(rng)) for number in range(4)]
+    core = build(device=CUDA, budget=int(rng.integers(12, 60)), max_num_seqs=3, num_pages=1 + 12)
+    assert drain(core, work, rng) == fresh(work)
+    core.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_with_state_is_fresh(seed):
+    rng = rng_of(seed, 2)
+    core = build(device=CUDA)
+    work, got = two_turns(core, rng, int(rng.integers(40, 70)), 3)
+    assert got == fresh(work)
+    assert core.stats().num_hit_tokens > 0
+    core.close()
+
+
+@pytest.mark.parametrize("keep", [0, 16])
+def test_cached_with_invariant_replay_is_fresh(keep):
+    rng = rng_of(keep, 3)
+    core = build(device=CUDA, spare_slots=0, exact_replay=True, keep=keep)
+    work, got = two_turns(core, rng, 120, 3)
+    assert got == fresh(work, keep=keep)
+    assert core.stats().num_replayed_tokens > 0
+    core.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mask_is_compact(seed):
+    rng = rng_of(seed, 4)
+    work = [request(f"r{number}", tokens(rng, int(rng.integers(10, 80))), params(rng, 3)) for number in range(3)]
+    results = []
+    for replay_mode in ("mask", "compact"):
+        core = build(device=CUDA, keep=16, replay_mode=replay_mode, budget=40)
+        results.append(drain(core, work))
+        core.close()
+    assert results[0] == results[1]
+
+
+def test_forked_is_separate():
+    rng = rng_of(0, 5)
+    core = build(device=CUDA)
+    parent = request("parent", tokens(rng, 40), params(rng, 8))
+    core.add(parent)
+    outputs = {"parent": [], "child": []}
+    while len(outputs["parent"]) < 3:
+        for output in core.step():
+            outputs[output.request_id].append((output.token_id, output.token_logprobs))
+    stem = parent.prompt_token_ids + tuple(token for token, _ in outputs["parent"])
+    child = request("child", stem, params(rng, 5))
+    core.fork("parent", child)
+    drain(core, outputs=outputs)
+    assert outputs == fresh([parent, child])
+    core.close()
+
+
+def test_fp64_tokens_are_the_cpus():
+    rng = rng_of(0, 6)
+    work = [request(f"r{number}", tokens(rng, int(rng.integers(5, 60))), params(rng, 4)) for number in range(3)]
+    core = build(device=CUDA, exact=True)
+    got = drain(core, work)
+    expected = fresh(work, device=torch.device("cpu"), exact=True)
+    for name, records in expected.items():
+        assert [token for token, _ in got[name]] == [token for token, _ in records]
+        np.testing.assert_allclose([p for _, p in got[name]], [p for _, p in records], atol=1e-9)
+    core.close()
+
+
+def test_a_hidden_wait_is_an_error():
+    rng = rng_of(0, 7)
+    core = build(device=CUDA)
+    drain(core, [request("warm", tokens(rng, 20), params(rng, 2))])
+    model = core.worker.model
+    forward = model.forward
+
+    def waiting(inputs, cache):
+        logits = forward(inputs, cache)
+        logits.sum().item()
+        return logits
+
+    def run_to_the_end():
+        while not core.is_idle:
+            core.step()
+
+    model.forward = waiting
+    core.add(request("r", tokens(rng, 20), params(rng, 2)))
+    with pytest.raises(StepFailed, match="synchroniz"):
+        run_to_the_end()
+    model.forward = forward
+    core.close()

@@ -1,0 +1,197 @@
+"""A scheduler, a worker that checks every read and write, and what must be true of them whatever happens."""
+
+import numpy as np
+
+from deepinfer.config import named_config
+from deepinfer.kv.layout import KVLayout
+from deepinfer.kv.manager import KVManager
+from deepinfer.request import FinishReason, Request, SamplingParams
+from deepinfer.scheduler.scheduler import Limits, Scheduler
+from tests.scheduler.memory import MemoryWorker
+
+EOS, IMAGE, WORD = 1, 254, 5
+PAGE = 4
+LAYOUT = KVLayout(named_config("golden"), page_tokens=PAGE)
+WINDOW = LAYOUT.config.sliding_window
+
+
+class World:
+    """Invariant: everything that :meth:`step` asserts."""
+
+    def __init__(self, *, is_async=False, num_pages=40, num_slots=6, replay=WINDOW, kv=None, **limits):
+        given = {"max_model_len": 72, "max_num_seqs": 4, "max_num_batched_tokens": 16, "eos_token_id": EOS}
+        self.limits = Limits(**(given | limits), image_token_id=IMAGE)
+        keep = self.limits.decoder_keep_tokens
+        margin = max(WINDOW + 6, keep)
+        self.kv = KVManager(LAYOUT, num_pages=num_pages, num_slots=num_slots, replay_tokens=replay, margin=margin, **(kv or {}))
+        self.scheduler = Scheduler(self.kv, self.limits)
+        self.worker = MemoryWorker(
+            LAYOUT, num_pages=num_pages, num_slots=num_slots, max_model_len=self.limits.max_model_len, image_token_id=IMAGE
+        )
+        self.is_async = is_async
+        self.in_flight = []
+        self.requests = {}
+        self.sequences = {}
+        self.ended = {}
+        self.outputs = {}
+        self.planned = {}  # request -> (end of its last chunk, its decoder floor)
+        self.cached = {}  # request -> tokens of its prompt that were not computed
+        self.stem_of = {}  # request -> what its pictures show
+        self.num_restarts = self.num_branched = 0
+
+    def add(self, name, prompt, max_tokens=4, *, is_schedulable=True, parent=None, **given):
+        names = {"priority", "salt", "images", "checkpoints"} & given.keys()
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=max_tokens, seq_seed=0, **{k: v for k, v in given.items() if k not in names}),
+            **{k: given[k] for k in names},
+        )
+        if parent is None:
+            self.scheduler.add(request, is_schedulable=is_schedulable)
+        else:
+            self.scheduler.fork(parent, request, is_schedulable=is_schedulable)
+        self.requests[name], self.outputs[name] = request, []
+        self.sequences[name] = self.worker.add(request)
+        return request
+
+    def abort(self, *names):
+        alive = [name for name in dict.fromkeys(names) if self.scheduler.is_unfinished(name)]
+        num_tokens = sum(len(self.requests[name].prompt_token_ids) + len(self.outputs[name]) for name in alive)
+        assert self.scheduler.abort(names) == (len(alive), num_tokens)
+        for name in alive:
+            self.ended[name] = FinishReason.ABORT
+
+    @property
+    def alive(self):
+        return [name for name in self.requests if name not in self.ended]
+
+    def told(self, name):
+        """Prompt and committed output of a request."""
+        return list(self.requests[name].prompt_token_ids) + self.outputs[name]
+
+    def check(self):
+        self.scheduler.check()
+        self.kv.check()
+        assert self.scheduler.num_unfinished == len(self.requests) - len(self.ended) - self._num_untold()
+
+    def _num_untold(self):
+        return len(self.scheduler._outputs)  # ended, and the record is still to come
+
+    def step(self):
+        """One turn of the engine's loop; returns whether there was anything to do."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._check_plan(plan)
+            self.in_flight.append((plan, self.worker.run(plan)))
+        busy = bool(self.in_flight)
+        if self.in_flight and (not self.is_async or len(self.in_flight) == 2 or plan is None):
+            self.commit()
+        elif plan is None:
+            self._take(self.scheduler.take_outputs())
+        return busy
+
+    def commit(self):
+        plan, result = self.in_flight.pop(0)
+        expected = [
+            chunk.request_id
+            for chunk in plan.chunks
+            if chunk.num_logits and (row := self.scheduler._rows.get(chunk.request_id)) and row.num_in_flight
+        ]
+        outputs = self.scheduler.commit(plan, result)
+        self._take(outputs)
+        assert len({each.request_id for each in outputs}) == len(outputs)
+        assert {each.request_id for each in outputs if each.token_id is not None} <= set(expected)
+
+    def drain(self):
+        """Run until nothing is left, and see that everything was given back and told; returns the number of turns."""
+        for name in self.alive:
+            assert self.scheduler.set_schedulable(name, True)
+        num_turns = 0
+        while self.step():
+            self.check()
+            num_turns += 1
+            assert num_turns < 3000, f"without end: {self.alive}"
+        assert not self.in_flight
+        self.check()
+        assert self.scheduler.is_idle, f"stuck with {self.alive}"
+        assert self.ended.keys() == self.requests.keys()
+        assert self.kv.num_free_pages == self.kv.num_pages
+        assert self.kv.num_free_slots == self.kv.num_slots
+        stats = self.scheduler.stats()
+        assert self.num_restarts <= stats.num_preempted
+        assert sum(stats.num_finished.values()) == len(self.requests)
+        assert stats.num_output_tokens == sum(len(each) for each in self.outputs.values())
+        assert stats.num_computed_tokens <= self.worker.num_rows
+        for reason, count in stats.num_finished.items():
+            assert count == list(self.ended.values()).count(reason)
+        return num_turns
+
+    def _check_plan(self, plan):
+        limits, chunks = self.limits, plan.chunks
+        sizes = [len(chunk.token_ids) for chunk in chunks]
+        assert min(sizes) > 0
+        assert sum(sizes) <= limits.max_num_batched_tokens
+        assert len(sizes) <= limits.max_num_seqs
+        slots = [chunk.slot for chunk in chunks]
+        assert 0 not in slots
+        assert len(set(slots)) == len(slots)
+        assert len({chunk.request_id for chunk in chunks}) == len(chunks)
+        prompts = [chunk for chunk in chunks if chunk.end - chunk.start > 1]
+        assert len(prompts) <= 1 or sum(chunk.end for chunk in prompts) <= limits.max_sum_keys
+        for chunk in chunks:
+            self._check_chunk(chunk)
+
+    def _check_chunk(self, chunk):
+        name = chunk.request_id
+        assert name in self.requests, "nobody's request is planned"
+        assert name not in self.ended, "a request is planned after its end"
+        request = self.requests[name]
+        assert chunk.token_ids.dtype == chunk.page_ids.dtype == np.int32
+        assert 0 not in chunk.page_ids
+        planned = (
+            len(self.outputs[name]) + len(request.prompt_token_ids) + sum(name in result.sampled for _, result in self.in_flight)
+        )
+        assert chunk.num_logits == (chunk.end >= planned) or self._was_preempted(name)
+        assert chunk.end <= len(self.sequences[name].ids) - 1, "the last token is not computed"
+        last = self.planned.get(name)
+        if last is not None and (last[0] != chunk.start or chunk.restore_from is not None or chunk.lookback_ids is not None):
+            self.num_restarts += 1
+        if last is not None:
+            assert chunk.decoder_floor == last[1], "the decoder floor is the same for life"
+        self.num_branched += any(chunk.restore_from == each.slot for each in self.scheduler._running.values())
+        if last is None or last[0] != chunk.start:
+            assert (chunk.lookback_ids is None) == (chunk.start == 0)
+        if self.kv.is_replay_exact is False and last is not None and last[0] != chunk.start:
+            assert chunk.start >= chunk.write_floor, "what was preempted is resumed exactly"
+        assert chunk.start % 2 == 0 or chunk.window_floor % 2 == 0
+        self.planned[name] = (chunk.end, chunk.decoder_floor)
+
+    def _was_preempted(self, name):
+        return self.scheduler._rows[name].is_resumed
+
+    def _take(self, outputs):
+        for output in outputs:
+            name = output.request_id
+            assert name not in self.ended, "a request ends once"
+            request, sequence = self.requests[name], self.sequences[name]
+            told = self.outputs[name]
+            assert output.prompt_len == len(request.prompt_token_ids)
+            assert output.max_num_batched_tokens == self.limits.max_num_batched_tokens
+            if output.token_id is None:
+                assert output.finish_reason == FinishReason.INSUFFICIENT
+                assert self.limits.stop_preempted_request
+            else:
+                told.append(output.token_id)
+                wanted = sequence.output(EOS)
+                assert told == wanted[: len(told)]
+                expected = None
+                if told == wanted:
+                    stops = told[-1] == EOS and not request.params.ignore_eos
+                    expected = FinishReason.STOP if stops else FinishReason.LENGTH
+                assert output.finish_reason == expected
+            assert output.num_output_tokens == len(told)
+            assert output.num_cached_tokens == self.cached.setdefault(name, output.num_cached_tokens), "first admission counts"
+            assert output.finished == (output.finish_reason is not None)
+            if output.finished:
+                self.ended[name] = output.finish_reason

@@ -1,0 +1,217 @@
+"""DEEPINFER_* variables, and the settings that take their defaults from them."""
+
+import dataclasses
+import json
+
+import pytest
+
+from deepinfer.config import EngineArgs
+from deepinfer.config import engine as engine_module
+from deepinfer.config.environment import PREFIX, VARIABLES, Environment, environment, read_environment
+from deepinfer.errors import ConfigError
+
+
+def test_nothing_set_gives_the_defaults():
+    read = read_environment({"PATH": "/bin"})
+    for name in (each.name for each in dataclasses.fields(Environment)):
+        assert getattr(read, name) == VARIABLES[PREFIX + name.upper()].default
+
+
+def test_the_used_rows_are_the_fields():
+    used = {name.removeprefix(PREFIX).lower() for name, row in VARIABLES.items() if row.use == "used"}
+    assert used == {each.name for each in dataclasses.fields(Environment)}
+
+
+@pytest.mark.parametrize("row", VARIABLES.values(), ids=VARIABLES)
+def test_every_default_can_be_written_out(row, caplog):
+    default = row.default
+    if default is None:
+        text = ""
+    elif isinstance(default, bool):
+        text = str(int(default))
+    else:
+        text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    assert read_environment({row.name: text}) == read_environment({})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("ZERO_OVERHEAD_SCHEDULING", "0", "zero_overhead_scheduling", False),
+        ("YOCO_PREFILL_TRUNCATION_MODE", "Compact", "yoco_prefill_truncation_mode", "compact"),
+        ("YOCO_PREFILL_KEEP_TOKENS", " 140 ", "yoco_prefill_keep_tokens", 140),
+        ("NUM_STATE_SLOTS_RATIO", "2.5", "num_state_slots_ratio", 2.5),
+        ("DISABLE_SYNC_GUARD", "true", "disable_sync_guard", True),
+        ("LOGGING_INTERVAL_STEP", "7", "logging_interval_step", 7),
+        ("HF_MODEL_DIR", "/models/flash", "hf_model_dir", "/models/flash"),
+        ("GC_INTERVAL_STEP", "", "gc_interval_step", 1000),
+    ],
+)
+def test_used_variables_are_read(name, text, field, value):
+    assert getattr(read_environment({PREFIX + name: text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("GC_INTERVAL_STEP", "often", "a whole number from 1 on"),
+        ("GC_INTERVAL_STEP", "0", "a whole number from 1 on"),
+        ("PROFILE_HTTP_PORT_BASE", "70000", "from 1 to 65535"),
+        ("NUM_STATE_SLOTS_RATIO", "0.5", "a number from 1 on"),
+        ("NUM_STATE_SLOTS_RATIO", "nan", "a number from 1 on"),
+        ("ZERO_OVERHEAD_SCHEDULING", "yes", "0 or 1"),
+        ("YOCO_PREFILL_TRUNCATION_MODE", "on", "one of off, mask, compact"),
+        ("DECODE_TOKEN_BLACKLIST", "1,x", "token ids separated by commas"),
+        ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,0", "one positive number"),
+        ("DECODE_TOKEN_BLACKLIST", "1,2", "is not supported"),
+        ("COMPUTE_SUM_SMALLER_PROBS", "1", "is not supported"),
+        ("ACCELERATOR", "ascend", "is not supported"),
+        ("MAX_BACKTRACKING_TOKENS", "8", "set it to 6 or unset it"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_errors_that_name_the_variable(name, text, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_environment({PREFIX + name: text})
+    assert f"{PREFIX}{name}={text}" in str(caught.value).replace("'", "")
+
+
+def test_harmless_variables_are_checked_and_accepted(caplog):
+    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "ENABLE_MTP_VARLEN": "1"}) == read_environment({})
+    assert not caplog.text
+    with pytest.raises(ConfigError, match="XGRAMMAR_TIMEOUT"):
+        read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "soon"})
+
+
+def test_an_unknown_variable_is_a_warning_with_the_nearest_name(caplog):
+    read_environment({PREFIX + "GC_INTERVAL_STEPS": "5", PREFIX + "QQQ": "1", "OTHER": "1"})
+    first, second = (each.getMessage() for each in caplog.records)
+    assert "DEEPINFER_GC_INTERVAL_STEPS is unknown" in first
+    assert "did you mean DEEPINFER_GC_INTERVAL_STEP?" in first
+    assert second == "the environment variable DEEPINFER_QQQ is unknown and has no effect"
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    def put(**given):
+        for name, value in given.items():
+            monkeypatch.setenv(PREFIX + name, value)
+        environment.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    environment.cache_clear()
+
+
+def test_variables_are_read_once(variables, monkeypatch):
+    variables(LOGGING_INTERVAL_STEP="9")
+    assert environment().logging_interval_step == 9
+    monkeypatch.setenv(PREFIX + "LOGGING_INTERVAL_STEP", "10")
+    assert environment().logging_interval_step == 9
+
+
+def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
+    variables(
+        YOCO_PREFILL_TRUNCATION_MODE="mask",
+        YOCO_PREFILL_KEEP_TOKENS="140",
+        ZERO_OVERHEAD_SCHEDULING="0",
+        NUM_STATE_SLOTS_RATIO="3",
+        PREFILL_MAX_SUM_SEQLEN_K="5000",
+        DISABLE_SYNC_GUARD="1",
+        LOGGING_INTERVAL_STEP="11",
+        GC_INTERVAL_STEP="12",
+        USE_NEXTN_DECODE="9",
+    )
+    args = EngineArgs(model="nano", max_num_seqs=500)
+    assert (args.decoder_replay, args.decoder_replay_keep_tokens, args.asynchronous) == ("mask", 140, False)
+    assert (args.state_slots_ratio, args.max_sum_keys, args.sync_guard) == (3.0, 5000, False)
+    assert (args.logging_interval_steps, args.gc_interval_steps) == (11, 12)
+    assert args.max_num_batched_tokens == 5000  # 500 requests, a token and nine drafts each
+    assert EngineArgs(model="nano", decoder_replay="off").decoder_replay == "off"
+
+
+def test_the_cache_folder_can_be_chosen(variables, tmp_path):
+    variables(CACHE_DIR=str(tmp_path))
+    assert engine_module.cache_dir() == tmp_path
+
+
+ORIGINAL = {
+    "served_model_name": "deepinfer-model",
+    "tokenizer": None,
+    "trust_remote_code": False,
+    "load_format": "auto",
+    "seed": 0,
+    "max_model_len": 4096,
+    "data_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "engram_parallel_size": 1,
+    "engine_rank": 0,
+    "engine_group_rank": 0,
+    "gpu_memory_utilization": 0.9,
+    "max_num_batched_tokens": 4096,
+    "max_num_seqs": 256,
+    "disable_log_stats": False,
+    "stop_preempted_request": True,
+    "engine_type": "NORMAL",
+    "chunked_prefill": False,
+    "ignore_len": 128 * 1024 * 1024,
+    "tokens_per_block": 128,
+    "lookahead_tokens": 0,
+    "offline_inference": False,
+}
+
+
+def test_settings_of_the_original_have_its_names_and_defaults():
+    args = EngineArgs(model="nano")
+    assert {name: getattr(args, name) for name in ORIGINAL} == ORIGINAL
+    unset = dict.fromkeys(ORIGINAL)
+    assert EngineArgs.from_keywords(model="nano", **unset) == args
+    assert EngineArgs.from_keywords(model="nano", data_parallel_size=0, tokens_per_block=-1, trust_remote_code=True)
+
+
+def test_settings_survive_a_trip_through_json():
+    args = EngineArgs(model="nano", max_model_len=1000, decoder_replay="compact", decoder_replay_keep_tokens=140, seed=3)
+    assert EngineArgs.from_keywords(**json.loads(json.dumps(dataclasses.asdict(args)))) == args
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_num_batched_tokens": 1024, "chunked_prefill": False}, "allow chunked_prefill"),
+        ({"expert_parallel_size": 2, "data_parallel_size": 1}, "cannot be grouped by expert_parallel_size=2"),
+        ({"expert_parallel_size": 8}, "expert_parallel_size=8 is not supported"),
+        ({"context_parallel_size": 8}, "context_parallel_size=8 is not supported"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        ({"engine_type": "COMPLETION", "stop_preempted_request": False}, "needs stop_preempted_request=True"),
+        ({"engine_type": "COMPLETION"}, "engine_type='COMPLETION' is not supported"),
+        ({"engine_type": "BOTH"}, "one of NORMAL, PROMPT, COMPLETION"),
+        ({"engine_rank": 1}, "engine_rank=1 is not supported"),
+        ({"lookahead_tokens": 4}, "lookahead_tokens=4 is not supported"),
+        ({"revision": "main"}, "models are local directories"),
+        ({"ignore_len": 100}, "ignore_len=100 would drop"),
+        ({"decoder_replay": "mask"}, "needs the number of tokens to keep"),
+        ({"state_slots_ratio": 0.5}, "state_slots_ratio=0.5"),
+        ({"step_limit_s": 1.0}, "step_limit_s=1.0 ends the process before"),
+        ({"hit_invariant": "on"}, "hit_invariant='on' is not a boolean"),
+        ({"max_num_sequences": 1}, "did you mean max_num_seqs"),
+        ({"logging_interval_steps": 0}, "logging_interval_steps=0"),
+        ({"model": ""}, "model='' is not a name"),
+    ],
+)
+def test_bad_settings_say_what_is_wrong(given, says):
+    with pytest.raises(ConfigError, match=says):
+        EngineArgs.from_keywords(**{"model": "nano", **given})
+
+
+def test_a_prompt_longer_than_a_step_is_cut_unless_forbidden():
+    assert EngineArgs(model="nano", max_num_batched_tokens=1024).chunked_prefill is True
+    assert EngineArgs(model="nano", max_num_batched_tokens=4096).chunked_prefill is False
+
+
+def test_the_longest_request_must_fit_into_most_of_the_pool():
+    args = EngineArgs(model="nano", max_model_len=1280, asynchronous=True)
+    assert args.max_runtime_len == 1281
+    args.check_pool(14)  # 11 pages of 128 tokens in 80 % of 14
+    with pytest.raises(ConfigError, match="may need 11 pages of 128 tokens, more than 80% of the 13"):
+        args.check_pool(13)
