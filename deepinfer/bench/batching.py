@@ -75,7 +75,7 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
         for name, each in rates.items()
     ]
     rows.append(["gain", f"{statistics.median(gains):.2f}", f"{min(gains):.2f} … {max(gains):.2f}"])
-    where = core.worker.model.device
+    where = core.executor.worker.model.device
     what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     title = f"{what}; torch {torch.__version__}; one after another measured on {one_by_one} of the requests"
     return f"{title}\n\n{tabulate(rows, headers=['', 'output tokens/s, median', 'min … max'])}"

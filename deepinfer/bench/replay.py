@@ -268,6 +268,14 @@ def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor], *, mu
 
 
 @torch.inference_mode()
+def _all_levels(runner: _Runner, text: npt.NDArray[np.int32], keep: int) -> list[Finding]:
+    findings = check_tables(runner.network.config, keep, runner.network.device)
+    with tqdm(unit=" runs", desc="checking replay") as bar:
+        findings += check_modes(runner, text, keep, bar)
+        findings += measure_replay(runner, text, keep, bar)
+    return findings
+
+
 def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_tokens: int = 2048) -> tuple[str, bool]:
     """Run all levels.
 
@@ -281,14 +289,11 @@ def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_token
         A table, and whether everything that must hold does.
     """
     loaded = load(EngineArgs(model=model, device=device, max_num_seqs=1, max_model_len=max_tokens + 1, chunked_prefill=True))
-    network = loaded.core.worker.model
+    network = loaded.core.executor.worker.model
     source = "".join(inspect.getsource(module) for module in (flash, attention, inputs))
     text = np.asarray(loaded.tokenizer.encode(source), dtype=np.int32)
     runner = _Runner(network, max_tokens)
-    findings = check_tables(loaded.config, keep, network.device)
-    with tqdm(unit=" runs", desc="checking replay") as bar:
-        findings += check_modes(runner, text, keep, bar)
-        findings += measure_replay(runner, text, keep, bar)
+    findings = loaded.core.executor.call(lambda: _all_levels(runner, text, keep))
     loaded.core.close()
     rows = [[each.level, each.check, each.cases, each.outcome, "FAIL" if each.is_failure else "ok"] for each in findings]
     is_ok = not any(each.is_failure for each in findings)

@@ -202,8 +202,13 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
         max_model_len=prompt_tokens + 2 * _PAGE_SLACK,
         max_num_batched_tokens=prompt_tokens,
     )
-    loaded = load(args)
-    worker = loaded.core.worker
+    core = load(args).core
+    table = core.executor.call(lambda: _measure(core.executor.worker, prompt_tokens, repeats))
+    core.close()
+    return table
+
+
+def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
     where = worker.model.device
     synchronize = _synchronizer(where)
     ceilings = measure_ceilings(where)
@@ -243,7 +248,7 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
                     name=name,
                     tokens=count * tokens,
                     step_seconds=tuple(seconds),
-                    floor_seconds=_floor(loaded.config, count * tokens, count, element_bytes, ceilings),
+                    floor_seconds=_floor(worker.config, count * tokens, count, element_bytes, ceilings),
                     families=families,
                 )
             )

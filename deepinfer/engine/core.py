@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from deepinfer.executor.executor import Executor, Pending
-from deepinfer.executor.worker import Picture, Worker
+from deepinfer.executor.worker import Picture
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import Request, RequestOutput
 from deepinfer.scheduler.scheduler import Limits, Scheduler, SchedulerStats
@@ -19,20 +19,16 @@ class EngineCore:
 
     Attributes:
         scheduler: owner of requests, pages and slots.
+        executor: runs the steps.
         is_async: whether step N+1 is planned while step N runs; otherwise every step is waited for.
     """
 
-    def __init__(self, worker: Worker, kv: KVManager, limits: Limits, *, is_async: bool = True) -> None:
-        """Serve with ``worker`` within ``limits``."""
+    def __init__(self, executor: Executor, kv: KVManager, limits: Limits, *, is_async: bool = True) -> None:
+        """Serve with ``executor`` within ``limits``."""
         self.scheduler = Scheduler(kv, limits)
         self.is_async = is_async
-        self._executor = Executor(worker)
+        self.executor = executor
         self._in_flight: tuple[StepPlan, Pending] | None = None
-
-    @property
-    def worker(self) -> Worker:
-        """The worker, for measurements; to be touched only while the engine is idle."""
-        return self._executor.worker
 
     @property
     def is_idle(self) -> bool:
@@ -47,19 +43,19 @@ class EngineCore:
     def add(self, request: Request, pictures: Sequence[Picture] = ()) -> None:
         """Take a request in; raises :class:`RequestError` for one that can never be served."""
         self.scheduler.add(request)
-        self._executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
+        self.executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
 
     def fork(self, request_id: str, request: Request, pictures: Sequence[Picture] = ()) -> None:
         """Branch a running request: ``request`` goes on from its tokens, sharing their memory."""
         self.scheduler.fork(request_id, request)
-        self._executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
+        self.executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
         """Drop requests; returns how many were there, and how many tokens they had."""
         present = [request_id for request_id in dict.fromkeys(request_ids) if self.scheduler.is_unfinished(request_id)]
         result = self.scheduler.abort(present)
         for request_id in present:
-            self._executor.remove(request_id)
+            self.executor.remove(request_id)
         return result
 
     def step(self) -> list[RequestOutput]:
@@ -72,7 +68,7 @@ class EngineCore:
             StepFailed: a step broke; the engine cannot go on.
         """
         plan = self.scheduler.plan()
-        launched = (plan, self._executor.launch(plan)) if plan is not None else None
+        launched = (plan, self.executor.launch(plan)) if plan is not None else None
         before, self._in_flight = self._in_flight, launched
         if not self.is_async:
             before, self._in_flight = launched, None
@@ -89,7 +85,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for what is in flight and end the executor's thread."""
-        self._executor.close()
+        self.executor.close()
 
     def _commit(self, step: tuple[StepPlan, Pending] | None) -> list[RequestOutput]:
         if step is None:
@@ -99,5 +95,5 @@ class EngineCore:
             outputs = self.scheduler.commit(plan, pending.result())
         for output in outputs:
             if output.finished:
-                self._executor.remove(output.request_id)
+                self.executor.remove(output.request_id)
         return outputs

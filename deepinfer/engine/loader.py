@@ -6,18 +6,21 @@ format, and then read like any other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from deepinfer.config import EngineArgs, ModelConfig, cache_dir, config_json, load_config, named_config
 from deepinfer.engine.core import EngineCore
 from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.executor.executor import Executor
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
@@ -62,13 +65,26 @@ def _nano_directory(*, progress: bool) -> Path:
     config, tokenizer = named_config("nano"), byte_tokenizer()
     identity = json.dumps([config_json(config), NANO_SEED, tokenizer.vocab_size, random_tensors.__doc__], sort_keys=True)
     path = cache_dir() / f"nano-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    if not (path / "tokenizer.json").exists():
-        # tokenizer.json is written last: its presence says that the directory is whole.
-        shutil.rmtree(path, ignore_errors=True)
+    if not path.is_dir():
+        # Made beside its place and renamed: it is there whole or not at all, whoever else makes it at the same time.
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(path, config, random_tensors(config, NANO_SEED), progress=progress)
-        tokenizer.save(path / "tokenizer.json")
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            write_checkpoint(made, config, random_tensors(config, NANO_SEED), progress=progress)
+            tokenizer.save(made / "tokenizer.json")
+            with contextlib.suppress(FileExistsError):
+                _rename_if_free(made, path)
     return path
+
+
+def _rename_if_free(source: Path, target: Path) -> None:
+    """Rename a directory; raises FileExistsError if ``target`` is there by now."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(f"{target} exists") from error
+        raise
 
 
 def _pick_device(name: str) -> torch.device:
@@ -104,36 +120,42 @@ def _num_pages(args: EngineArgs, layout: KVLayout, num_slots: int, device: torch
     return num_pages
 
 
-def _build_core(args: EngineArgs, config: ModelConfig, model: Flash, tower: VisionTower | None) -> EngineCore:
+def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, model_dir: Path, *, progress: bool) -> Worker:
+    """Read the weights and lay out the caches."""
+    device = _pick_device(args.device)
+    if args.load_format == "dummy":
+        tensors = dict(random_tensors(config, args.seed))
+    else:
+        tensors = read_checkpoint(model_dir, config, progress=progress)
+    model = Flash(config, tensors, compression, device=device)
+    tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
     layout = KVLayout(config, page_tokens=args.tokens_per_block)
-    keep = args.decoder_replay_keep_tokens if args.decoder_replay != "off" else 0
-    if keep and keep < layout.ring_tokens:
-        raise ConfigError(
-            f"decoder_replay_keep_tokens={keep} is less than the {layout.ring_tokens} tokens of a window with room for drafts; "
-            f"use at least {layout.ring_tokens}, 140 is usual"
-        )
     num_slots = _num_slots(args)
-    num_pages = _num_pages(args, layout, num_slots, model.device)
-    exact_replay = config.exact_replay_tokens(is_decoder_bounded=keep > 0)
-    kv = KVManager(
-        layout,
-        num_pages=num_pages,
-        num_slots=num_slots,
-        replay_tokens=exact_replay if args.hit_invariant else config.sliding_window,
-        is_replay_exact=args.hit_invariant,
-        replay_weight=config.num_encoder_layers / config.num_hidden_layers if keep else 1.0,
-        margin=max(layout.ring_tokens, keep),
-        enable_prefix_cache=args.enable_prefix_cache,
-    )
-    worker = Worker(
+    return Worker(
         config,
         model,
         tower,
         layout,
-        num_pages=num_pages,
+        num_pages=_num_pages(args, layout, num_slots, device),
         num_slots=num_slots,
         replay_mode="mask" if args.decoder_replay == "mask" else "compact",
         guard_syncs=args.sync_guard,
+    )
+
+
+def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor) -> EngineCore:
+    worker = executor.worker
+    keep = _decoder_keep(args)
+    exact_replay = config.exact_replay_tokens(is_decoder_bounded=keep > 0)
+    kv = KVManager(
+        worker.layout,
+        num_pages=worker.num_pages,
+        num_slots=worker.num_slots,
+        replay_tokens=exact_replay if args.hit_invariant else config.sliding_window,
+        is_replay_exact=args.hit_invariant,
+        replay_weight=config.num_encoder_layers / config.num_hidden_layers if keep else 1.0,
+        margin=max(worker.layout.ring_tokens, keep),
+        enable_prefix_cache=args.enable_prefix_cache,
     )
     limits = Limits(
         max_model_len=args.max_model_len,
@@ -147,7 +169,12 @@ def _build_core(args: EngineArgs, config: ModelConfig, model: Flash, tower: Visi
         decoder_keep_tokens=keep,
         save_states=args.enable_prefix_cache,
     )
-    return EngineCore(worker, kv, limits, is_async=args.asynchronous)
+    return EngineCore(executor, kv, limits, is_async=args.asynchronous)
+
+
+def _decoder_keep(args: EngineArgs) -> int:
+    """Tokens of a prompt that the decoder half runs over; 0 for all."""
+    return args.decoder_replay_keep_tokens if args.decoder_replay != "off" else 0
 
 
 def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
@@ -162,18 +189,18 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     compression = tokenizer.compression_map()
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
     bind(REFERENCE)
-    device = _pick_device(args.device)
-    if args.load_format == "dummy":
-        tensors = dict(random_tensors(config, args.seed))
-    else:
-        tensors = read_checkpoint(model_dir, config, progress=progress)
-    model = Flash(config, tensors, torch.from_numpy(compression), device=device)
-    tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
-    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, model, tower))
+    executor = Executor(lambda: _build_worker(args, config, torch.from_numpy(compression), model_dir, progress=progress))
+    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, executor))
 
 
 def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_classes: int) -> None:
     """Whether settings, configuration and tokenizer belong together."""
+    keep, window = _decoder_keep(args), KVLayout(config, page_tokens=args.tokens_per_block).ring_tokens
+    if keep and keep < window:
+        raise ConfigError(
+            f"decoder_replay_keep_tokens={keep} is less than the {window} tokens of a window with room for drafts; "
+            f"use at least {window}, 140 is usual"
+        )
     if args.max_model_len > config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={args.max_model_len} exceeds the model's {config.max_position_embeddings} positions; lower it"

@@ -1,18 +1,24 @@
 """A handle over the worker: launch(plan) -> pending result.
 
-The worker runs in a thread of its own, in the order of the calls.  On a CPU the thread computes while the caller plans; on a GPU
-it queues kernels, and only :meth:`Pending.result` waits for the device.
+The worker lives in a thread of its own: it is built there and works there, in the order of the calls.  On a CPU the thread
+computes while the caller plans; on a GPU it queues kernels, and only :meth:`Pending.result` waits for the device.
+
+No other thread may compute with torch on a CPU while an engine works.  OpenMP keeps a team of threads for every thread that ever
+did, and once there are more threads than cores the waiting ones go to sleep: every operator then wakes them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from deepinfer.errors import StepFailed
 from deepinfer.executor.worker import Launched, Picture, Worker
 from deepinfer.request import SamplingParams
 from deepinfer.step import StepPlan, StepResult
+
+T = TypeVar("T")
 
 
 class Pending:
@@ -37,13 +43,24 @@ class Executor:
     """Runs a worker.
 
     Invariant: calls take effect in the order in which they were made.
+
+    Attributes:
+        worker: nobody else may touch it while the engine works; what never changes may be read.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        """Drive ``worker``, which nobody else may touch any more."""
-        self.worker = worker
+    def __init__(self, build: Callable[[], Worker]) -> None:
+        """Build the worker in its thread; raises what ``build`` raises."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepinfer-worker")
         self._errands: list[Future[None]] = []
+        try:
+            self.worker = self.call(build)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, job: Callable[[], T]) -> T:
+        """Run ``job`` in the worker's thread, behind everything asked before, and wait for it."""
+        return self._thread.submit(job).result()
 
     def add(self, request_id: str, params: SamplingParams, num_prompt: int, pictures: Sequence[Picture] = ()) -> None:
         """Announce a request; it may be launched from now on."""

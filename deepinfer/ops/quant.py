@@ -26,7 +26,7 @@ from deepinfer.ops.op import op
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-ROW_TILE = 16
+ROW_TILE = 32
 """Rows of every matrix product; see :func:`matmul_rows`."""
 ITEM_TILE = 64
 """Items of every batched product on a GPU; see :func:`matmul_items`."""
@@ -96,7 +96,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
-    """x wᵀ, computed 16 rows at a time so that a row's result does not depend on how many rows there are.
+    """x wᵀ, computed 32 rows at a time so that a row's result does not depend on how many rows there are.
 
     Libraries choose kernels, and with them the order of sums, by the number of rows.  A fixed shape pins the choice.
 
@@ -107,7 +107,7 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         [num_rows, out_width], same dtype; bf16 products are summed in fp32 and rounded once.
 
-    Cost: ceil(num_rows / 16) products; up to 15 padding rows.
+    Cost: ceil(num_rows / 32) products; up to 31 padding rows.
     """
     num_rows, width = x.shape
     if width % 4:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from deepinfer.engine.core import EngineCore
+from deepinfer.executor.executor import Executor
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout, RecordSizes
 from deepinfer.kv.manager import KVManager
@@ -52,7 +53,7 @@ def build(
         decoder_keep_tokens=keep,
         save_states=cache and spare_slots > 0,
     )
-    return EngineCore(worker, kv, limits, is_async=is_async)
+    return EngineCore(Executor(lambda: worker), kv, limits, is_async=is_async)
 
 
 def tokens(rng, count):

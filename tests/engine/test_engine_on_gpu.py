@@ -107,7 +107,7 @@ def test_a_hidden_wait_is_an_error():
     rng = rng_of(0, 7)
     core = build(device=CUDA)
     drain(core, [request("warm", tokens(rng, 20), params(rng, 2))])
-    model = core.worker.model
+    model = core.executor.worker.model
     forward = model.forward
 
     def waiting(inputs, cache):

@@ -33,8 +33,8 @@ def assert_everything_returned(llm):
     assert scheduler.is_idle
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_held_pages, stats.num_held_slots) == (0, 0, 0, 0)
-    llm._core._executor._thread.submit(lambda: None).result()  # behind all that was asked of the worker
-    assert not llm._core.worker._known
+    executor = llm._core.executor
+    assert not executor.call(lambda: executor.worker._known)
     assert not llm._boxes
 
 
