@@ -84,8 +84,6 @@ def test_company_memory_and_chunks_do_not_matter_many_times(block, exact):
 @pytest.mark.parametrize("make", [text, text_with_images])
 @pytest.mark.parametrize("exact", [False, True])
 def test_token_by_token_is_the_whole(device, exact, make):
-    if device.type != "cpu" and not exact:
-        pytest.skip("bit equality in bf16 is a promise of the reference on a CPU")
     network = model("golden", device, exact=exact)
     prompt = make(network, np.random.default_rng(1), 80)
     assert is_equal(network, in_chunks(network, prompt, [1] * 80), whole(network, prompt))
