@@ -61,14 +61,15 @@ def tokens(rng, count):
     return tuple(int(each) for each in rng.integers(2, 250, count))
 
 
-def params(rng, max_tokens=None):
-    """Random sampling, sometimes greedy; never a stop by the end token, whose probability is tiny anyway."""
+def params(rng, max_tokens=None, **given):
+    """Random sampling, sometimes greedy; a request may stop at the end token."""
     return SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_k=int(rng.choice([-1, 20])),
         top_p=float(rng.choice([1.0, 0.9])),
         max_tokens=max_tokens or int(rng.integers(2, 7)),
         seq_seed=int(rng.integers(0, 2**62)),
+        **given,
     )
 
 

@@ -111,7 +111,7 @@ def test_forked_is_separate(block):
         rng = rng_of(seed, 8)
         prompt = tokens(rng, int(rng.integers(1, 60)))
         core = build(is_async=bool(rng.integers(2)))
-        parent = request("parent", prompt, params(rng, 5))
+        parent = request("parent", prompt, params(rng, 5, ignore_eos=True))
         core.add(parent)
         outputs = {"parent": [], "child": []}
         while len(outputs["parent"]) < 2:

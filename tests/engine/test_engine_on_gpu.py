@@ -77,7 +77,7 @@ def test_mask_is_compact(seed):
 def test_forked_is_separate():
     rng = rng_of(0, 5)
     core = build(device=CUDA)
-    parent = request("parent", tokens(rng, 40), params(rng, 8))
+    parent = request("parent", tokens(rng, 40), params(rng, 8, ignore_eos=True))
     core.add(parent)
     outputs = {"parent": [], "child": []}
     while len(outputs["parent"]) < 3:
