@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,7 +184,9 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     Raises:
         ConfigError: settings, files or memory do not allow it.
     """
-    model_dir = model_directory(args.model, progress=progress)
+    # Making nano's weights computes, so it gets a thread that ends: see executor.py for what a second computing thread costs.
+    with ThreadPoolExecutor(max_workers=1) as maker:
+        model_dir = maker.submit(model_directory, args.model, progress=progress).result()
     config = load_config(model_dir)
     tokenizer = Tokenizer.from_dir(Path(args.tokenizer).expanduser() if args.tokenizer else model_dir)
     compression = tokenizer.compression_map()
