@@ -103,5 +103,15 @@ def fresh(requests, *, alone=False, **given):
     return results
 
 
+def two_turns(core, rng, prompt_tokens, max_tokens=None):
+    """A conversation: the second prompt is the first one, its answer and something new.  The requests, and what they gave."""
+    one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
+    got = drain(core, [one])
+    answer = tuple(token for token, _ in got["one"])
+    more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
+    two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
+    return [one, two], got | drain(core, [two])
+
+
 def rng_of(seed, salt):
     return np.random.default_rng([seed, salt])

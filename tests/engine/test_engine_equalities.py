@@ -5,7 +5,7 @@ Every test covers ten seeds; with --slow, ten times as many.
 
 import pytest
 
-from tests.engine.harness import PAGE_TOKENS, build, drain, fresh, params, request, rng_of, tokens
+from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
 
 BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
 
@@ -64,16 +64,6 @@ def test_preempted_is_not(block):
         num_preempted += core.stats().num_preempted
         core.close()
     assert num_preempted >= 5, "the pool is too small for all"
-
-
-def two_turns(core, rng, prompt_tokens, max_tokens=None):
-    """A conversation: the second prompt is the first one, its answer and something new.  The requests, and what they gave."""
-    one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
-    got = drain(core, [one])
-    answer = tuple(token for token, _ in got["one"])
-    more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
-    two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
-    return [one, two], got | drain(core, [two])
 
 
 @pytest.mark.parametrize("block", BLOCKS)

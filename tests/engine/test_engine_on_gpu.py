@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepinfer.errors import StepFailed
-from tests.engine.harness import PAGE_TOKENS, build, drain, params, request, rng_of, tokens
+from tests.engine.harness import build, drain, params, request, rng_of, tokens, two_turns
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -22,15 +22,6 @@ def fresh(requests, *, device=CUDA, exact=False, **given):
         results |= drain(core, [each])
     core.close()
     return results
-
-
-def two_turns(core, rng, prompt_tokens, max_tokens):
-    one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
-    got = drain(core, [one])
-    answer = tuple(token for token, _ in got["one"])
-    more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
-    two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
-    return [one, two], got | drain(core, [two])
 
 
 @pytest.mark.parametrize("seed", range(6))
