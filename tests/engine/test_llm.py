@@ -169,8 +169,6 @@ def test_bad_prompts_say_what_is_wrong(llm, given, error, says):
         ({"ignore_eos": "yes"}, "ignore_eos='yes'"),
         ({"seq_seed": 1.5}, "seq_seed=1.5"),
         ({"so_args": {"regex": "a"}}, "structured outputs"),
-        ({"prompt_logprobs": True}, "log-probabilities of the prompt"),
-        ({"golden_token_ids": [1]}, "forced outputs"),
     ],
 )
 def test_bad_sampling_values_say_what_is_wrong(given, says):
