@@ -675,6 +675,18 @@ def _sampling_cases() -> Iterator[Case]:
     def sample(draw: Draw, num_rows: int, filters: bool = True, has_ties: bool = False) -> Arguments:
         return process(draw, num_rows, filters, has_ties) | {"positions": draw.integers(0, 2**20, num_rows)}
 
+    def penalise(draw: Draw, num_rows: int) -> Arguments:
+        vocab = draw.config.vocab_size
+        kind = torch.arange(num_rows, device=draw.device)
+        return {
+            "logits": scores(draw, num_rows),
+            "output_counts": draw.integers(-6, 4, num_rows, vocab).clamp_min(0).int(),
+            "prompt_seen": draw.uniform(num_rows, vocab) < 0.3,
+            "repetition": torch.tensor([1.0, 1.3, 0.8], device=draw.device)[kind % 3],
+            "frequency": torch.tensor([0.0, 0.4, -0.7, 2.0], device=draw.device)[kind % 4],
+            "presence": torch.tensor([0.0, 0.9, -1.1, 0.0, 0.3], device=draw.device)[kind % 5],
+        }
+
     def logprobs(draw: Draw, num_rows: int) -> Arguments:
         return {"logits": scores(draw, num_rows), "ids": draw.integers(-1, draw.config.vocab_size, num_rows)}
 
@@ -731,6 +743,8 @@ def _sampling_cases() -> Iterator[Case]:
         yield from _sizes(op, build, take)
         yield Case(op=op, name="no filters", build=partial(build, filters=False), num_rows=17, take=take)
         yield Case(op=op, name="ties", build=partial(build, has_ties=True), num_rows=17, take=take)
+    penalised = rows("logits", "output_counts", "prompt_seen", "repetition", "frequency", "presence")
+    yield from _sizes(sampling.penalise, penalise, penalised)
     yield from _sizes(sampling.token_logprobs, logprobs, rows("logits", "ids"))
     yield from _sizes(sampling.top_logprobs, top, rows("logits"))
     yield Case(op=sampling.top_logprobs, name="ties", build=partial(top, has_ties=True), num_rows=7, take=rows("logits"))

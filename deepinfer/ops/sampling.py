@@ -301,6 +301,38 @@ def logits(x: Tensor, head: Tensor) -> Tensor:
     return linear_bf16(x, head)
 
 
+# 1e-6: a product, a quotient and two differences in fp32.
+@op(tolerance=1e-6)
+def penalise(
+    logits: Tensor, output_counts: Tensor, prompt_seen: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Make tokens that are there already less likely: repetition, then frequency, then presence.
+
+    A row with neutral values keeps its bits, and so does a token that is not there.
+
+    Args:
+        logits: [n, vocab], any float type; -inf stays -inf.
+        output_counts: [n, vocab] int32, how often the output has each token *as of this row*: at the row of draft j the drafts
+            up to j count as output.
+        prompt_seen: [n, vocab] bool, whether the prompt has it.
+        repetition: [n] fp32 > 0; logits of tokens in prompt or output are divided by it if positive, else multiplied; neutral 1.
+        frequency: [n] fp32, taken off once for each time in the output; neutral 0.
+        presence: [n] fp32, taken off if the output has the token; neutral 0.
+
+    Returns:
+        [n, vocab] fp32 (fp64 for fp64 logits).
+
+    Source: repetition as in CTRL (Keskar et al. 2019, section 4.1), the other two as in the OpenAI API.
+    """
+    dtype = accumulation_dtype(logits)
+    logits = logits.to(dtype)
+    repetition, frequency, presence = (each.to(dtype).unsqueeze(1) for each in (repetition, frequency, presence))
+    is_output = output_counts > 0
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(is_output | prompt_seen, repeated, logits)
+    return torch.where(is_output, logits - output_counts.to(dtype) * frequency - presence, logits)
+
+
 # 1e-6: one fp32 addition and one division.  Which tokens survive is exact unless the mass before a token is within fp64
 # rounding of top_p.
 @op(tolerance=1e-6)
@@ -313,7 +345,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, bias: Tensor | None = Non
     Args:
         logits: [num_logits, vocab], any float type.
         rows: one row of parameters for each row of logits.
-        bias: [num_logits, vocab] fp32 to add (penalties, logit bias), or None.
+        bias: [num_logits, vocab] fp32 to add, or None.
         mask: [num_logits, vocab] bool, True = allowed, at least one a row, or None.
 
     Returns:

@@ -17,6 +17,7 @@ from deepinfer.ops.sampling import (
     gumbel_noise,
     markov_step,
     noise_bits,
+    penalise,
     process_logits,
     sample,
     schedule_lengths,
@@ -229,6 +230,67 @@ def test_half_precision_logits_are_processed_wide_and_double_stays_double():
     logits = torch.randn(2, 9, generator=generator(2))
     assert process_logits(logits.bfloat16(), make_rows(2)).dtype == torch.float32
     assert process_logits(logits.double(), make_rows(2)).dtype == torch.float64
+
+
+# ------------------------------------------------------------------------------------------------------------------- penalties
+
+
+def python_penalise(logits, prompt, output, repetition, frequency, presence):
+    """One row, one token at a time; the rules read over the texts themselves."""
+    result = []
+    for token, value in enumerate(logits):
+        if token in prompt or token in output:
+            value = value / repetition if value > 0 else value * repetition
+        value -= frequency * output.count(token)
+        value -= presence * (token in output)
+        result.append(value)
+    return result
+
+
+TEXT = st.lists(st.integers(0, 5), max_size=9)
+PENALTY = st.sampled_from([0.0, 0.25, 1.5, 2.0, -2.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([-INF, -3.0, -0.5, 0.0, 0.5, 3.0]), min_size=6, max_size=6),
+            TEXT,
+            TEXT,
+            st.sampled_from([1.0, 1.25, 0.5, 8.0]),
+            PENALTY,
+            PENALTY,
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_penalties_equal_a_reading_of_the_texts_token_by_token(cases):
+    logits, prompts, outputs, *penalties = (list(column) for column in zip(*cases, strict=True))
+    for dtype in (torch.float32, torch.float64):
+        got = penalise(
+            torch.tensor(logits, dtype=dtype),
+            torch.tensor([[text.count(token) for token in range(6)] for text in outputs], dtype=torch.int32),
+            torch.tensor([[token in text for token in range(6)] for text in prompts]),
+            *(torch.tensor(values) for values in penalties),
+        )
+        assert got.dtype == dtype
+        for row, case in zip(got.tolist(), cases, strict=True):
+            assert row == pytest.approx(python_penalise(*case), abs=1e-6)
+
+
+def test_neutral_penalties_and_absent_tokens_change_no_bit():
+    logits = torch.randn(3, 400, generator=generator(90)) * 20
+    logits[:, ::7], logits[:, 1::7] = -INF, -0.0
+    counts = torch.randint(0, 3, (3, 400), generator=generator(91), dtype=torch.int32)
+    seen = torch.rand(3, 400, generator=generator(92)) < 0.5
+    one, zero = torch.ones(3), torch.zeros(3)
+    assert torch.equal(penalise(logits, counts, seen, one, zero, zero).view(torch.int32), logits.view(torch.int32))
+    got = penalise(logits, counts, seen, one * 1.7, zero + 0.3, zero + 0.9)
+    absent = (counts == 0) & ~seen
+    assert torch.equal(got.view(torch.int32)[absent], logits.view(torch.int32)[absent])
+    assert (got[~absent & logits.isfinite()] != logits[~absent & logits.isfinite()]).float().mean() > 0.8
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing, log-probs
