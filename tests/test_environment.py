@@ -46,6 +46,15 @@ def test_every_default_can_be_written_out(row, caplog):
         ("LOGGING_INTERVAL_STEP", "7", "logging_interval_step", 7),
         ("HF_MODEL_DIR", "/models/flash", "hf_model_dir", "/models/flash"),
         ("GC_INTERVAL_STEP", "", "gc_interval_step", 1000),
+        ("USE_NEXTN_DECODE", "0", "use_nextn_decode", 0),
+        ("ENABLE_MTP_VARLEN", "1", "enable_mtp_varlen", True),
+        ("MAX_BACKTRACKING_TOKENS", "8", "max_backtracking_tokens", 8),
+        ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0.8", "dflash_confidence_head_temperature", (0.8,)),
+        ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1, 1.5,2", "dflash_confidence_head_temperature", (1.0, 1.5, 2.0)),
+        ("DECODE_PERF_CACHE_DIR", "/tmp/curves", "decode_perf_cache_dir", "/tmp/curves"),
+        ("DECODE_PERF_CACHE_TTL_SEC", "60", "decode_perf_cache_ttl_sec", 60),
+        ("DECODE_TOKEN_BLACKLIST", "5, 17", "decode_token_blacklist", (5, 17)),
+        ("BATCH_INVARIANT", "1", "batch_invariant", True),
     ],
 )
 def test_used_variables_are_read(name, text, field, value):
@@ -64,10 +73,15 @@ def test_used_variables_are_read(name, text, field, value):
         ("YOCO_PREFILL_TRUNCATION_MODE", "on", "one of off, mask, compact"),
         ("DECODE_TOKEN_BLACKLIST", "1,x", "token ids separated by commas"),
         ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,0", "one positive number"),
-        ("DECODE_TOKEN_BLACKLIST", "1,2", "is not supported"),
+        ("DECODE_TOKEN_BLACKLIST", "-1", "token ids separated by commas"),
+        ("USE_NEXTN_DECODE", "-1", "a whole number from 0 on"),
+        ("ENABLE_MTP_VARLEN", "auto", "0 or 1"),
+        ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,inf", "one positive number"),
+        ("DECODE_PERF_CACHE_TTL_SEC", "1h", "a whole number from 0 on"),
         ("COMPUTE_SUM_SMALLER_PROBS", "1", "is not supported"),
         ("ACCELERATOR", "ascend", "is not supported"),
-        ("MAX_BACKTRACKING_TOKENS", "8", "set it to 6 or unset it"),
+        ("MAX_BACKTRACKING_TOKENS", "0", "a whole number from 1 on"),
+        ("SAMPLER_FORCE_TOPK", "8", "set it to 0 or unset it"),
     ],
 )
 def test_values_that_cannot_be_honoured_are_errors_that_name_the_variable(name, text, says):
@@ -77,7 +91,7 @@ def test_values_that_cannot_be_honoured_are_errors_that_name_the_variable(name, 
 
 
 def test_harmless_variables_are_checked_and_accepted(caplog):
-    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "ENABLE_MTP_VARLEN": "1"}) == read_environment({})
+    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "ENFORCE_EAGER": "1"}) == read_environment({})
     assert not caplog.text
     with pytest.raises(ConfigError, match="XGRAMMAR_TIMEOUT"):
         read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "soon"})
@@ -121,13 +135,45 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
         LOGGING_INTERVAL_STEP="11",
         GC_INTERVAL_STEP="12",
         USE_NEXTN_DECODE="9",
+        ENABLE_MTP_VARLEN="1",
+        DFLASH_CONFIDENCE_HEAD_TEMPERATURE="1.5",
+        DECODE_PERF_CACHE_DIR="/tmp/curves",
+        DECODE_PERF_CACHE_TTL_SEC="60",
+        DECODE_TOKEN_BLACKLIST="5,17",
+        BATCH_INVARIANT="1",
     )
     args = EngineArgs(model="nano", max_num_seqs=500)
     assert (args.decoder_replay, args.decoder_replay_keep_tokens, args.asynchronous) == ("mask", 140, False)
     assert (args.state_slots_ratio, args.max_sum_keys, args.sync_guard) == (3.0, 5000, False)
     assert (args.logging_interval_steps, args.gc_interval_steps) == (11, 12)
     assert args.max_num_batched_tokens == 5000  # 500 requests, a token and nine drafts each
+    assert (args.num_drafts, args.adaptive_drafts, args.max_backtracking_tokens) == (9, True, 10)
+    assert (args.confidence_temperatures, args.draft_temperatures) == ((1.5,), (1.5,) * 9)
+    assert (args.decode_perf_cache_dir, args.decode_perf_cache_ttl_s) == ("/tmp/curves", 60)
+    assert (args.banned_token_ids, args.batch_invariant) == ((5, 17), True)
     assert EngineArgs(model="nano", decoder_replay="off").decoder_replay == "off"
+    assert EngineArgs(model="nano", num_drafts=2, max_num_seqs=2000).max_num_batched_tokens == 6000
+
+
+def test_speculation_is_on_in_full_and_repeatable_unless_asked_otherwise():
+    args = EngineArgs(model="nano")
+    assert (args.num_drafts, args.adaptive_drafts, args.draft_sampling, args.max_backtracking_tokens) == (5, False, "coupled", 6)
+    assert (args.draft_temperatures, args.banned_token_ids, args.decode_perf_cache_dir) == ((1.0,) * 5, (), None)
+    assert not args.batch_invariant
+
+
+def test_a_temperature_for_each_draft_is_kept_in_order():
+    args = EngineArgs(model="nano", num_drafts=3, confidence_temperatures=(0.5, 1.0, 2.0))
+    assert args.draft_temperatures == (0.5, 1.0, 2.0)
+    off = EngineArgs(model="nano", num_drafts=0, confidence_temperatures=(0.5, 1.0, 2.0))
+    assert off.draft_temperatures == ()
+
+
+def test_more_may_be_taken_back_than_drafts_need(variables):
+    variables(MAX_BACKTRACKING_TOKENS="8")
+    assert EngineArgs(model="nano").max_backtracking_tokens == 8
+    assert EngineArgs(model="nano", max_backtracking_tokens=9).max_backtracking_tokens == 9
+    assert EngineArgs(model="nano", max_backtracking_tokens=0).max_backtracking_tokens == 6
 
 
 def test_the_cache_folder_can_be_chosen(variables, tmp_path):
@@ -172,6 +218,7 @@ def test_settings_of_the_original_have_its_names_and_defaults():
 
 def test_settings_survive_a_trip_through_json():
     args = EngineArgs(model="nano", max_model_len=1000, decoder_replay="compact", decoder_replay_keep_tokens=140, seed=3)
+    args = dataclasses.replace(args, confidence_temperatures=(1.0, 2.0, 3.0, 4.0, 5.0), banned_token_ids=(4, 5))
     assert EngineArgs.from_keywords(**json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
 
@@ -197,6 +244,22 @@ def test_settings_survive_a_trip_through_json():
         ({"max_num_sequences": 1}, "did you mean max_num_seqs"),
         ({"logging_interval_steps": 0}, "logging_interval_steps=0"),
         ({"model": ""}, "model='' is not a name"),
+        ({"num_drafts": -1}, "num_drafts=-1 must be 0"),
+        ({"num_drafts": True}, "num_drafts=True must be 0"),
+        ({"adaptive_drafts": 1}, "adaptive_drafts=1 is not a boolean"),
+        ({"draft_sampling": "greedy"}, "one of coupled, sampled, argmax"),
+        ({"confidence_temperatures": (1.0, 2.0)}, "has 2 values; give one, or one for each of num_drafts=5"),
+        ({"confidence_temperatures": ()}, "has 0 values"),
+        ({"confidence_temperatures": (0.0,)}, "confidence_temperatures=0.0 must be positive numbers"),
+        ({"confidence_temperatures": (float("inf"),)}, "confidence_temperatures=inf must be positive numbers"),
+        ({"confidence_temperatures": 2.0}, "confidence_temperatures=2.0 is not a tuple"),
+        ({"max_backtracking_tokens": 5}, "cannot take back num_drafts=5"),
+        ({"num_drafts": 7, "max_backtracking_tokens": 6}, "use at least 8"),
+        ({"decode_perf_cache_dir": 3}, "decode_perf_cache_dir=3 is not a path"),
+        ({"decode_perf_cache_ttl_s": -1}, "decode_perf_cache_ttl_s=-1"),
+        ({"banned_token_ids": (-1,)}, "banned_token_ids=-1"),
+        ({"banned_token_ids": "5"}, "banned_token_ids='5' is not a tuple"),
+        ({"batch_invariant": 1}, "batch_invariant=1 is not a boolean"),
     ],
 )
 def test_bad_settings_say_what_is_wrong(given, says):

@@ -1,6 +1,6 @@
 """Frozen settings; the sole reader of ``config.json``, flags and environment.  Imports no torch."""
 
-from deepinfer.config.engine import EngineArgs, cache_dir
+from deepinfer.config.engine import DraftSampling, EngineArgs, cache_dir
 from deepinfer.config.environment import Environment, environment
 from deepinfer.config.file import QUANT_BLOCK, check, config_json, load_config, parse_config
 from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionConfig, engram_primes
@@ -9,6 +9,7 @@ from deepinfer.config.named import NANO_COMPRESSED_VOCAB_SIZE, named_config
 __all__ = [
     "NANO_COMPRESSED_VOCAB_SIZE",
     "QUANT_BLOCK",
+    "DraftSampling",
     "EngineArgs",
     "Environment",
     "LayerKind",

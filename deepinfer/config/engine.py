@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +15,7 @@ from deepinfer.errors import ConfigError
 
 LoadFormat = Literal["auto", "dummy"]
 EngineType = Literal["NORMAL", "PROMPT", "COMPLETION"]
+DraftSampling = Literal["coupled", "sampled", "argmax"]
 
 _MAX_MODEL_LEN = 4096
 _TOKENS_PER_BLOCK = 128
@@ -80,6 +82,19 @@ class EngineArgs:
         decoder_replay: which rows of a prompt the decoder half computes: all (``off``), or the last
             ``decoder_replay_keep_tokens``, the others being masked (``mask``) or left out (``compact``).
         decoder_replay_keep_tokens: 140 is usual.
+        num_drafts: drafts of a round at most; 0 turns speculation off.
+        adaptive_drafts: verify as many drafts as confidences and step times make worthwhile, instead of all.
+        draft_sampling: how drafts are drawn and verified.  ``coupled``: with the noise that will choose the emitted token, which
+            is then the same whatever was drafted and however much of it verified; a seed repeats its text under any load.
+            ``sampled``: by exact rejection sampling, which accepts more; text repeats only if lengths do, i.e. without
+            ``adaptive_drafts``.  ``argmax``: the best token is drafted, and rejected as a draft of probability one.  The law of
+            the text is the same in all three.
+        confidence_temperatures: scale of draft confidences, one for all positions or one for each; above 1 is less certain.
+        max_backtracking_tokens: tokens that a step may take back, at least ``num_drafts`` + 1; 0 for just that.
+        decode_perf_cache_dir: where measured step times are kept; None measures at each start and writes nothing.
+        decode_perf_cache_ttl_s: seconds during which they count.
+        banned_token_ids: tokens never sampled, by nobody.
+        batch_invariant: accepted; a request's results never depend on the batch here, every operator sees to that.
         asynchronous: plan a step while the one before runs.
         state_slots_ratio: state slots per running request.
         max_sum_keys: most keys, summed over the prompts of a step.
@@ -122,6 +137,15 @@ class EngineArgs:
     hit_invariant: bool = False
     decoder_replay: ReplayMode = field(default_factory=lambda: environment().yoco_prefill_truncation_mode)
     decoder_replay_keep_tokens: int = field(default_factory=lambda: environment().yoco_prefill_keep_tokens)
+    num_drafts: int = field(default_factory=lambda: environment().use_nextn_decode)
+    adaptive_drafts: bool = field(default_factory=lambda: environment().enable_mtp_varlen)
+    draft_sampling: DraftSampling = "coupled"
+    confidence_temperatures: tuple[float, ...] = field(default_factory=lambda: environment().dflash_confidence_head_temperature)
+    max_backtracking_tokens: int = field(default_factory=lambda: environment().max_backtracking_tokens or 0)
+    decode_perf_cache_dir: str | None = field(default_factory=lambda: environment().decode_perf_cache_dir)
+    decode_perf_cache_ttl_s: int = field(default_factory=lambda: environment().decode_perf_cache_ttl_sec)
+    banned_token_ids: tuple[int, ...] = field(default_factory=lambda: environment().decode_token_blacklist)
+    batch_invariant: bool = field(default_factory=lambda: environment().batch_invariant)
     asynchronous: bool = field(default_factory=lambda: environment().zero_overhead_scheduling)
     state_slots_ratio: float = field(default_factory=lambda: environment().num_state_slots_ratio)
     max_sum_keys: int = field(default_factory=lambda: environment().prefill_max_sum_seqlen_k)
@@ -159,10 +183,16 @@ class EngineArgs:
             self._set("tokens_per_block", _TOKENS_PER_BLOCK)
         for name in ("max_model_len", "max_num_seqs", "tokens_per_block", "expert_parallel_size", "context_parallel_size"):
             _whole(name, getattr(self, name), 1, "a positive whole number")
-        for name in ("max_num_batched_tokens", "data_parallel_size", "engram_parallel_size"):
+        for name in ("max_num_batched_tokens", "data_parallel_size", "engram_parallel_size", "max_backtracking_tokens"):
             _whole(name, getattr(self, name), 0, "a positive whole number, or 0 to have it chosen")
+        _whole("num_drafts", self.num_drafts, 0, "0 (no speculation) or a positive whole number")
+        for name in ("confidence_temperatures", "banned_token_ids"):
+            if isinstance(getattr(self, name), list):  # what JSON makes of a tuple
+                self._set(name, tuple(getattr(self, name)))
+        if self.max_backtracking_tokens == 0:
+            self._set("max_backtracking_tokens", self.num_drafts + 1)
         if self.max_num_batched_tokens == 0:
-            per_step = self.max_num_seqs * (1 + environment().use_nextn_decode)
+            per_step = self.max_num_seqs * (1 + self.num_drafts)
             self._set("max_num_batched_tokens", max(self.max_model_len, 4096, per_step))
         if self.chunked_prefill is None:
             self._set("chunked_prefill", self.max_num_batched_tokens < self.max_model_len)
@@ -188,7 +218,24 @@ class EngineArgs:
         _number("state_slots_ratio", self.state_slots_ratio, 1 - 1e-12, float("inf"), "1 or more; 1.2 is usual")
         _number("step_warn_s", self.step_warn_s, 0, float("inf"), "a positive number of seconds")
         _number("step_limit_s", self.step_limit_s, 0, float("inf"), "a positive number of seconds")
-        for name, choices in (("load_format", LoadFormat), ("engine_type", EngineType), ("decoder_replay", ReplayMode)):
+        _whole("decode_perf_cache_ttl_s", self.decode_perf_cache_ttl_s, 0, "0 or a positive number of seconds")
+        if self.decode_perf_cache_dir is not None and not isinstance(self.decode_perf_cache_dir, str):
+            raise ConfigError(
+                f"decode_perf_cache_dir={self.decode_perf_cache_dir!r} is not a path; give a string or leave it out"
+            )
+        for name in ("confidence_temperatures", "banned_token_ids"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a tuple of numbers; give one or leave it out")
+        for temperature in self.confidence_temperatures:
+            _number("confidence_temperatures", temperature, 0, sys.float_info.max, "positive numbers; 1 changes nothing")
+        for token_id in self.banned_token_ids:
+            _whole("banned_token_ids", token_id, 0, "ids of tokens, 0 or more each")
+        for name, choices in (
+            ("load_format", LoadFormat),
+            ("engine_type", EngineType),
+            ("decoder_replay", ReplayMode),
+            ("draft_sampling", DraftSampling),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
         for each in dataclasses.fields(self):
@@ -211,6 +258,17 @@ class EngineArgs:
             raise ConfigError(
                 f"ignore_len={self.ignore_len} would drop prompts that max_model_len={self.max_model_len} allows; lower it"
             )
+        num_temperatures = len(self.confidence_temperatures)
+        if self.num_drafts and num_temperatures not in (1, self.num_drafts):
+            raise ConfigError(
+                f"confidence_temperatures={self.confidence_temperatures} has {num_temperatures} values; "
+                f"give one, or one for each of num_drafts={self.num_drafts} (DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE)"
+            )
+        if self.max_backtracking_tokens <= self.num_drafts:
+            raise ConfigError(
+                f"max_backtracking_tokens={self.max_backtracking_tokens} cannot take back num_drafts={self.num_drafts} drafts "
+                f"and the token before them; use at least {self.num_drafts + 1} (DEEPINFER_MAX_BACKTRACKING_TOKENS)"
+            )
         if self.step_limit_s < self.step_warn_s:
             raise ConfigError(
                 f"step_limit_s={self.step_limit_s} ends the process before step_warn_s={self.step_warn_s} warns; raise the first"
@@ -229,6 +287,12 @@ class EngineArgs:
             )
         if self.engine_type == "COMPLETION" and (not self.stop_preempted_request or self.context_parallel_size != 1):
             raise ConfigError("engine_type=COMPLETION needs stop_preempted_request=True and context_parallel_size=1")
+
+    @property
+    def draft_temperatures(self) -> tuple[float, ...]:
+        """:attr:`confidence_temperatures`, one for each of ``num_drafts`` positions."""
+        given = self.confidence_temperatures
+        return given if len(given) == self.num_drafts else given[:1] * self.num_drafts
 
     @property
     def max_runtime_len(self) -> int:

@@ -36,7 +36,14 @@ class Environment:
     Attributes:
         cache_dir: where files made on first use are kept; None for ``deepinfer`` in the user's cache.
         hf_model_dir: checkpoint directory that the examples serve; None for ``nano``.
-        use_nextn_decode: draft tokens a step; sizes the default token budget.
+        use_nextn_decode: drafts of a round at most; 0 turns speculation off.
+        enable_mtp_varlen: choose by confidence how many drafts to verify.
+        max_backtracking_tokens: tokens that a step may take back; None for one more than the drafts.
+        dflash_confidence_head_temperature: scale of draft confidences, one for all positions or one for each.
+        decode_perf_cache_dir: where measured step times are kept; None keeps none.
+        decode_perf_cache_ttl_sec: seconds during which they count.
+        decode_token_blacklist: tokens never sampled.
+        batch_invariant: results apart from the batch; here they always are.
         prefill_max_sum_seqlen_k: most keys, summed over the prompts of a step.
         num_state_slots_ratio: state slots per running request.
         zero_overhead_scheduling: plan a step while the one before runs.
@@ -50,6 +57,13 @@ class Environment:
     cache_dir: str | None
     hf_model_dir: str | None
     use_nextn_decode: int
+    enable_mtp_varlen: bool
+    max_backtracking_tokens: int | None
+    dflash_confidence_head_temperature: tuple[float, ...]
+    decode_perf_cache_dir: str | None
+    decode_perf_cache_ttl_sec: int
+    decode_token_blacklist: tuple[int, ...]
+    batch_invariant: bool
     prefill_max_sum_seqlen_k: int
     num_state_slots_ratio: float
     zero_overhead_scheduling: bool
@@ -186,24 +200,24 @@ VARIABLES = _table(
         "decoder half on a prompt's end only",
     ),
     ("YOCO_PREFILL_KEEP_TOKENS", _whole(0), 0, "used", "tokens of that end"),
-    ("BATCH_INVARIANT", _flag, False, "harmless", "results apart from the batch; here they always are"),
+    ("BATCH_INVARIANT", _flag, False, "used", "results apart from the batch; here they always are"),
     ("DISABLE_SYNC_GUARD", _flag, False, "used", "allow waiting for the device between launch and commit"),
     ("ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs"),
     ("DFLASH_ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs for the drafter"),
     ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of captured sizes"),
     ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of the drafter's captured sizes"),
-    # Speculation is lossless, so that doing without changes no token.
-    ("USE_NEXTN_DECODE", _whole(0), 5, "used", "draft tokens a step; sizes the default token budget"),
-    ("ENABLE_MTP_VARLEN", _flag, False, "harmless", "choose by confidence how many drafts to verify"),
-    ("MAX_BACKTRACKING_TOKENS", _whole(1), 6, "refused", "tokens that a step may take back"),
-    ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", _temperatures, (1.0,), "harmless", "scale of draft confidences"),
-    ("DECODE_PERF_CACHE_DIR", _text, None, "harmless", "cache of measured step times"),
-    ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "harmless", "how long they count"),
+    # Speculation.
+    ("USE_NEXTN_DECODE", _whole(0), 5, "used", "drafts of a round at most; 0 turns speculation off"),
+    ("ENABLE_MTP_VARLEN", _flag, False, "used", "choose by confidence how many drafts to verify"),
+    ("MAX_BACKTRACKING_TOKENS", _whole(1), None, "used", "tokens that a step may take back"),
+    ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", _temperatures, (1.0,), "used", "scale of draft confidences"),
+    ("DECODE_PERF_CACHE_DIR", _text, None, "used", "folder for measured step times"),
+    ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "used", "seconds during which they count"),
     # The model and sampling.
     ("ENGRAM_PAD_TOKEN", _whole(0), 2, "refused", "what n-grams see before the first token"),
     ("ENGRAM_FORCE_GPU_STORAGE", _flag, False, "harmless", "n-gram tables in device memory"),
     ("SAMPLER_FORCE_TOPK", _whole(0), 0, "refused", "restrict sampling to the best tokens; 0 is off"),
-    ("DECODE_TOKEN_BLACKLIST", _ids, (), "refused", "tokens never sampled"),
+    ("DECODE_TOKEN_BLACKLIST", _ids, (), "used", "tokens never sampled"),
     ("COMPUTE_SUM_SMALLER_PROBS", _flag, False, "refused", "return the mass of less likely tokens"),
     # Grammars, of which there are none yet.
     ("XGRAMMAR_TIMEOUT", _real(0), 20.0, "harmless", "seconds for compiling a grammar"),
