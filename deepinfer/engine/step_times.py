@@ -1,0 +1,117 @@
+"""Step times of a machine: measured at the start, and kept on disk so that an engine that starts again need not measure again.
+
+One file for each kind of engine: ``decode-perf-<h>.json`` in the directory of ``DEEPINFER_DECODE_PERF_CACHE_DIR``, with h the
+first 16 digits of the SHA-256 of the key as JSON.  It holds::
+
+    {"format": 1, "key": {…}, "measured_at": seconds since 1970, "points": [[rows, ms], …], "max_padded_rows": rows}
+
+The key is whatever changes the curve: model and configuration, device, drafts of a round, page size, version of torch, ….
+
+Invariant: a file is there whole or not at all, whoever writes it at the same time; a file that is not for this key is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from tqdm import tqdm
+
+from deepinfer.scheduler.budget import CostCurve
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+CurveKey: TypeAlias = Mapping[str, str | int | float | bool]
+
+
+def measure_curve(
+    measure: Callable[[int], float],
+    sizes: Sequence[int],
+    *,
+    max_padded_rows: int | None = None,
+    num_runs: int = 5,
+    progress: bool = False,
+) -> CostCurve:
+    """Profile a machine.
+
+    Args:
+        measure: rows -> milliseconds of one step of so many rows.
+        sizes: rows of the steps to time; all of them in turn, ``num_runs`` times, so that all see the same moods of the machine.
+        max_padded_rows: as in :class:`CostCurve`.
+        num_runs: timed runs of each size behind one that warms up; their median counts.
+        progress: show a bar.
+    """
+    times = np.empty((num_runs, len(sizes)))
+    with tqdm(total=(num_runs + 1) * len(sizes), unit="step", desc="step times", disable=not progress) as bar:
+        for run in range(-1, num_runs):
+            for at, rows in enumerate(sizes):
+                ms = measure(rows)
+                if run >= 0:
+                    times[run, at] = ms
+                bar.update()
+    return CostCurve(sizes, np.median(times, axis=0).tolist(), max_padded_rows=max_padded_rows)
+
+
+def curve_path(directory: str | Path, key: CurveKey) -> Path:
+    """Where the curve of ``key`` lies; the order of the key's entries does not matter."""
+    text = json.dumps(dict(key), sort_keys=True)
+    return Path(directory).expanduser() / f"decode-perf-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def load_curve(directory: str | Path | None, ttl_s: float, key: CurveKey) -> CostCurve | None:
+    """The curve stored for ``key``, or None if there is none that counts.
+
+    Args:
+        directory: None for no cache.
+        ttl_s: seconds from measuring during which a curve counts; a time of measuring that lies ahead never does.
+        key: as it was given to :func:`save_curve`.
+    """
+    if directory is None:
+        return None
+    path = curve_path(directory, key)
+    try:
+        raw = json.loads(path.read_bytes())
+        if not isinstance(raw, dict) or raw.get("format") != _FORMAT or raw.get("key") != dict(key):
+            raise ValueError("it was written by something else or for another engine")
+        age_s = time.time() - float(raw["measured_at"])
+        curve = CostCurve.from_json(raw)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        logger.warning("the step times in %s are not used: %s; they are measured again", path, error)
+        return None
+    if not 0 <= age_s < ttl_s:
+        logger.info("the step times in %s are %.0f s old, %g s is the limit; they are measured again", path, age_s, ttl_s)
+        return None
+    return curve
+
+
+def save_curve(directory: str | Path | None, key: CurveKey, curve: CostCurve) -> None:
+    """Store the profile of ``curve`` for ``key``, in place of an older one; does nothing if ``directory`` is None.
+
+    A directory that cannot be written is warned about: it costs the next start a few seconds, not this one its life.
+    """
+    if directory is None:
+        return
+    path = curve_path(directory, key)
+    text = json.dumps({"format": _FORMAT, "key": dict(key), "measured_at": time.time(), **curve.to_json()})
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+            scratch = Path(file.name)
+            file.write(text)
+        os.replace(scratch, path)
+    except OSError as error:
+        logger.warning("step times could not be stored in %s: %s; the next start measures them again", path, error)
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
