@@ -472,7 +472,8 @@ def sparse_attention(
         rotation: at the tokens' positions.
         sinks: [num_heads] wide; a logit that only enlarges the denominator.
         window: [num_window_keys, window record bytes] uint8.
-        window_rows: [num_tokens, sliding_window] int64 into ``window``, ascending positions, -1 where there is none.
+        window_rows: [num_tokens, num_window_rows] int64 into ``window``, ascending positions, -1 where there is none;
+            ``sliding_window`` of them, and a draft block's own on top.
         store: [num_pages, page_entries, main record bytes] uint8, or None in window-only layers.
         page_ids: [num_step_pages] int64.
         entry_rows: [num_tokens, top_k] int64 step rows, or None.

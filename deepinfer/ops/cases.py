@@ -311,6 +311,24 @@ def _norm_cases() -> Iterator[Case]:
         weight, eps = _hyper(draw).norm, draw.config.rms_norm_eps
         return {"streams": streams(draw, num_rows), "pre": draw.mix(num_rows).pre, "weight": weight, "eps": eps}
 
+    def collapse(draw: Draw, num_rows: int, is_mean: bool) -> Arguments:
+        pre = draw.mix(num_rows).pre
+        return {"streams": streams(draw, num_rows), "weights": torch.full_like(pre, 1 / pre.shape[1]) if is_mean else pre}
+
+    def norm8(draw: Draw, num_rows: int) -> Arguments:
+        x = draw.normal(num_rows, draw.config.hidden_size)
+        return {"x": x, "weight": _hyper(draw).norm, "eps": draw.config.rms_norm_eps}
+
+    def context(draw: Draw, num_rows: int) -> Arguments:
+        config = draw.config
+        stages = config.num_nextn_predict_layers
+        return {
+            "kv": draw.normal(num_rows, stages * config.head_dim),
+            "weights": draw.normal(stages, config.head_dim, dtype=draw.wide),
+            "rotation": draw.rotation(num_rows),
+            "eps": config.rms_norm_eps,
+        }
+
     def qkv(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
         return {
@@ -330,8 +348,12 @@ def _norm_cases() -> Iterator[Case]:
     yield from _sizes(norm.mhc_finish, finish, measured)
     yield Case(op=norm.mhc_finish, name="all zero", build=partial(finish, size=0.0), num_rows=3, take=measured)
     yield Case(op=norm.mhc_finish, name="far below one", build=partial(finish, size=2.0**-30), num_rows=3, take=measured)
+    yield from _sizes(norm.mhc_collapse, partial(collapse, is_mean=False), rows("streams", "weights"))
+    yield from _sizes(norm.mhc_collapse, partial(collapse, is_mean=True), rows("streams", "weights"), "mean")
     yield from _sizes(norm.final_norm, final, rows("streams", "pre"))
+    yield from _sizes(norm.norm8, norm8, rows("x"))
     yield from _sizes(norm.qkv_norm, qkv, rows("qkv", "rotation"))
+    yield from _sizes(norm.context_records, context, rows("kv", "rotation"))
 
 
 # ------------------------------------------------------------------------------------------------------------------- attention
@@ -500,7 +522,21 @@ def _attention_cases() -> Iterator[Case]:
             "entry_rows": entry_rows,
         }
 
+    def draft(draw: Draw, num_rows: int) -> Arguments:
+        """Blocks of one request: every token sees the whole context, of random length, and its whole block in both directions."""
+        config, width = draw.config, draw.config.dspark_block_size
+        reach = config.sliding_window
+        num_blocks = -(-num_rows // width)
+        block = torch.arange(num_rows, device=draw.device).unsqueeze(1) // width
+        context = torch.arange(reach, device=draw.device).expand(num_rows, -1)
+        context = torch.where(context >= draw.integers(0, reach + 1, num_blocks)[block], context, -1)
+        own = reach + block * width + torch.arange(width, device=draw.device)
+        arguments = attend(draw, num_rows, 0, True)
+        window = quant.encode_window.reference(draw.normal(reach + num_blocks * width, config.head_dim))
+        return arguments | {"window": window, "window_rows": torch.cat([context, own], dim=1)}
+
     take = rows("q", "rotation", "window_rows", "entry_rows")
+    yield from _sizes(attention.sparse_attention, draft, take, "draft blocks")
     for name, num_pages in (("window only", 0), ("short context", 1), ("long context", 12)):
         for is_full in (True, False):
             build = partial(attend, num_pages=num_pages, is_full=is_full)
@@ -729,6 +765,7 @@ def _sampling_cases() -> Iterator[Case]:
             "anchor_positions": draw.integers(0, 2**20, num_rows),
             "draft_idx": 3,
             "mode": mode,
+            "confidence_temperature": 1.3,
         }
 
     def lengths(draw: Draw, num_rows: int, has_ties: bool = False) -> Arguments:

@@ -150,6 +150,20 @@ def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: Hype
 
 
 @op(tolerance=4e-3)
+def mhc_collapse(streams: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's streams.
+
+    Args:
+        streams: [num_rows, n, hidden] bf16 or fp64.
+        weights: [num_rows, n] wide: a sublayer's pre weights, or 1 / n for the plain mean.
+
+    Returns:
+        [num_rows, hidden], rounded once to the streams' dtype.
+    """
+    return matmul_items(weights.unsqueeze(1), streams.to(weights.dtype)).squeeze(1).to(streams.dtype)
+
+
+@op(tolerance=4e-3)
 def final_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Collapse the streams with the last sublayer's pre weights and norm them for the LM head.
 
@@ -161,8 +175,21 @@ def final_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tens
     Returns:
         [num_rows, hidden] in the streams' dtype.
     """
-    collapsed = matmul_items(pre.unsqueeze(1), streams.to(pre.dtype)).squeeze(1).to(streams.dtype)
-    return rms_norm(collapsed, weight, eps)
+    return rms_norm(mhc_collapse(streams, pre), weight, eps)
+
+
+@op(tolerance=4e-3)
+def norm8(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm onto the MXFP8 grid, for an input that only FP8 linear layers read.
+
+    Args:
+        x: [num_rows, width] bf16 or fp64; width a multiple of 32.
+        weight: [width] wide.
+
+    Returns:
+        Same shape and dtype.
+    """
+    return round_mxfp8(rms_norm(x, weight, eps))
 
 
 # ----------------------------------------------------------------------------------------------------------------------- rotation
@@ -247,6 +274,27 @@ def qkv_norm(qkv: Tensor, q_weight: Tensor, kv_weight: Tensor, rotation: Rotatio
         records: [num_tokens, window record bytes] uint8.
     """
     rank = q_weight.shape[0]
-    q_latent = rms_norm(qkv[:, :rank], q_weight, eps)
-    key = rotate(rms_norm(qkv[:, rank:], kv_weight, eps), rotation)
-    return round_mxfp8(q_latent), encode_window(key)
+    return norm8(qkv[:, :rank], q_weight, eps), _record(qkv[:, rank:], kv_weight, rotation, eps)
+
+
+@op(tolerance=4e-3)
+def context_records(kv: Tensor, weights: Tensor, rotation: Rotation, eps: float) -> Tensor:
+    """Window records of every draft stage out of one fused key projection.
+
+    Args:
+        kv: [num_tokens, num_stages * head_dim] bf16 or fp64.
+        weights: [num_stages, head_dim] wide, the stages' key norms.
+        rotation: at the tokens' positions.
+
+    Returns:
+        [num_tokens, num_stages, window record bytes] uint8.
+
+    Source: DSpark paper, draft context: RoPE(norm(wkv x)) with the stage's own wkv and norm, the same x for all stages.
+    """
+    parts = kv.chunk(weights.shape[0], dim=1)
+    return torch.stack([_record(part, weight, rotation, eps) for part, weight in zip(parts, weights, strict=True)], dim=1)
+
+
+def _record(kv: Tensor, weight: Tensor, rotation: Rotation, eps: float) -> Tensor:
+    """Window records of projected keys [num_tokens, head_dim]."""
+    return encode_window(rotate(rms_norm(kv, weight, eps), rotation))

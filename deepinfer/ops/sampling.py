@@ -544,6 +544,7 @@ def markov_step(
     anchor_positions: Tensor,
     draft_idx: int,
     mode: DraftMode,
+    confidence_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose draft k given the token before it, and say how likely a draft is to survive there.
 
@@ -562,6 +563,7 @@ def markov_step(
         anchor_positions: [num_rows] int.
         draft_idx: k, from 1.
         mode: see :data:`DraftMode`.
+        confidence_temperature: divides the confidence's logit; above 1 it pulls towards 1/2.
 
     Returns:
         draft_ids: [num_rows] int64, equal scores by lower id.
@@ -575,7 +577,7 @@ def markov_step(
     token = embed[prev].to(dtype)
     logits = base_logits.to(dtype) + matmul_rows(token, head.to(dtype))
     features = torch.cat([hidden.to(dtype), token], dim=-1)
-    confidence = sigmoid(row_sum(features * confidence_weight.to(dtype))[..., 0])
+    confidence = sigmoid(row_sum(features * confidence_weight.to(dtype))[..., 0] / confidence_temperature)
     if mode == "argmax":
         return _best(logits), logits, confidence
     stream, round_key = (EMIT_STREAM, 0) if mode == "coupled" else (DRAFT_STREAM, draft_idx)

@@ -816,6 +816,17 @@ def test_markov_step_follows_its_formulas():
     assert torch.equal(coupled, sample(logits, make_rows(n), anchors + 3)[0])
 
 
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_confidence_temperature_divides_the_logit_and_nothing_else(temperature):
+    case, rows, anchors = markov_case(4, dtype=torch.float64), make_rows(4), torch.arange(4)
+    common = {"rows": rows, "anchor_positions": anchors, "draft_idx": 1, "mode": "sampled"}
+    plain = markov_step(**case, **common)
+    tempered = markov_step(**case, **common, confidence_temperature=temperature)
+    assert torch.equal(tempered[0], plain[0])
+    assert torch.equal(tempered[1], plain[1])
+    assert torch.allclose(torch.logit(tempered[2]), torch.logit(plain[2]) / temperature, rtol=0, atol=1e-12)
+
+
 def test_drafts_of_one_position_differ_between_rounds_and_from_the_emitted_token():
     n, flat = 200, torch.zeros(200, 1000)
     rows, zeros = make_rows(n), torch.zeros(1000, 1)
