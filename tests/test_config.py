@@ -259,6 +259,7 @@ VIOLATIONS = [
     ({"dspark_target_layer_ids": ()}, "dspark_target_layer_ids"),
     ({"dspark_target_layer_ids": (9, 10, 12)}, "dspark_target_layer_ids"),
     ({"dspark_target_layer_ids": (5, 10, 11)}, "dspark_target_layer_ids"),
+    ({"dspark_target_layer_ids": (3, 4, 5)}, "dspark_target_layer_ids"),
 ]
 
 

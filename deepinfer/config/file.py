@@ -443,6 +443,6 @@ def _draft_problems(config: ModelConfig) -> Iterator[str]:
     targets, decoder = config.dspark_target_layer_ids, config.num_encoder_layers
     if not targets:
         yield _problem("dspark_target_layer_ids", targets, "at least one layer whose input the drafter reads")
-    elif targets[0] < decoder <= targets[-1]:
-        expected = f"all below or all from layer {decoder}: prefill runs the two halves over different tokens"
+    elif targets[0] < decoder:
+        expected = f"all from layer {decoder}, the first decoder layer: prefill runs the two halves over different tokens"
         yield _problem("dspark_target_layer_ids", targets, expected)
