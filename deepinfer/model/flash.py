@@ -8,6 +8,7 @@ read.  Engram adds looked-up n-gram values to the streams before two encoder lay
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +37,23 @@ class Block:
         self.compressor = Compressor(parameters, f"{prefix}.attn", layer, config) if is_source else None
         self.attention = Attention(parameters, f"{prefix}.attn", layer, config)
         self.ffn_hyper = parameters.hyper(prefix, "ffn", config)
-        self.ffn = MoE(parameters, f"{prefix}.ffn", config)
+        self.ffn = MoE(parameters, f"{prefix}.ffn", config, num_experts=config.n_routed_experts, top_k=config.num_experts_per_tok)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a step leaves behind, apart from the cache.
+
+    Attributes:
+        hidden: [num_logits, hidden] normed for the LM head, rows as in ``inputs.logit_rows``.
+        aux: [num_decoder_rows, num_targets * hidden] what a drafter reads: the plain mean of the streams that enter each layer of
+            ``dspark_target_layer_ids``, side by side, rows as in ``inputs.decoder``; None for a model without draft stages.
+
+    Both in the dtype of activations.
+    """
+
+    hidden: Tensor
+    aux: Tensor | None
 
 
 class Flash:
@@ -45,6 +62,11 @@ class Flash:
     Attributes:
         config: its shape.
         device, dtype: of activations.
+        exact: whether it computes in fp64 without rounding.
+        embedding: [vocab_size, hidden] in the dtype of activations.
+        head: [vocab_size, hidden] of the LM head, wide.
+        plain_frequencies: [rope_dim / 2] wide, of layers without compressed keys.
+        taken: names of the checkpoint's tensors that are in use.
     """
 
     def __init__(
@@ -67,6 +89,7 @@ class Flash:
         self.config = config
         self.device = device
         self.dtype = parameters.dtype
+        self.exact = exact
         self.embedding = parameters.activation("embed.weight")
         compression = compression.to(device, torch.int64)
         pad_class = int(compression[config.engram_pad_token_id])
@@ -75,20 +98,31 @@ class Flash:
         self.norm = parameters.wide("norm.weight")
         self.head = parameters.wide("head.weight")
         wide, rope_dim = parameters.wide_dtype, config.qk_rope_head_dim
-        self._plain = ops.rope_frequencies(rope_dim, config.rope_theta, None).to(device, wide)
+        self.plain_frequencies = ops.rope_frequencies(rope_dim, config.rope_theta, None).to(device, wide)
         self._scaled = ops.rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device, wide)
         self._identity = torch.eye(config.hc_mult, dtype=wide, device=device)
+        targets = config.dspark_target_layer_ids if config.num_nextn_predict_layers else ()
+        self._targets = {layer: number for number, layer in enumerate(targets)}
         self.taken = parameters.taken
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Run one step.
+        """:meth:`run` and :meth:`logits`: [num_logits, vocab_size] fp32 (fp64 in the exact regime)."""
+        return self.logits(self.run(inputs, cache).hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the whole vocabulary: [num_rows, vocab_size] fp32 (fp64 in the exact regime).
+
+        Args:
+            hidden: [num_rows, hidden] normed, as in :class:`Outputs`.
+        """
+        return logits(hidden, self.head)
+
+    def run(self, inputs: StepInputs, cache: KVCache) -> Outputs:
+        """Run one step up to the LM head.
 
         Args:
             inputs: of the step.
             cache: read, and extended by the step's tokens.
-
-        Returns:
-            [num_logits, vocab_size] fp32 (fp64 in the exact regime), rows as in ``inputs.logit_rows``.
         """
         config = self.config
         embedded = self.embedding[inputs.token_ids]
@@ -99,8 +133,9 @@ class Flash:
 
         # Between sublayers the output of the last one (delta) is not written back yet; the next pass over the streams does it and
         # collapses them with the same mix.  In front of the first there is nothing to write and copy 0 to take.
-        delta, mix = torch.zeros_like(embedded), self._nothing_pending(embedded.shape[0])
-        now, rotations = inputs.encoder, self._rotations(inputs.encoder)
+        delta, mix = torch.zeros_like(embedded), self.nothing_pending(embedded.shape[0])
+        now, rotations = inputs.encoder, self.rotations(inputs.encoder)
+        aux = streams.new_empty(inputs.decoder.positions.shape[0], len(self._targets), config.hidden_size)
         choice: Choice | None = None
         for layer, block in enumerate(self.blocks):
             hyper = block.attention_hyper
@@ -118,7 +153,9 @@ class Flash:
                     break
                 kept = inputs.decoder_rows
                 streams, x, x8, mix = streams[kept], x[kept], x8[kept], mix.rows(kept)
-                now, rotations = inputs.decoder, self._rotations(inputs.decoder)
+                now, rotations = inputs.decoder, self.rotations(inputs.decoder)
+            if layer in self._targets:
+                aux[:, self._targets[layer]] = ops.mhc_collapse(streams, torch.full_like(mix.pre, 1 / config.hc_mult))
             delta, choice = block.attention(x, x8, now, cache, rotations, choice)
 
             hyper = block.ffn_hyper
@@ -129,16 +166,18 @@ class Flash:
         rows = inputs.logit_rows
         last = mix.rows(rows)
         streams = ops.mhc_post(streams[rows], delta[rows], last)
-        return logits(ops.final_norm(streams, last.pre, self.norm, config.rms_norm_eps), self.head)
+        hidden = ops.final_norm(streams, last.pre, self.norm, config.rms_norm_eps)
+        return Outputs(hidden=hidden, aux=aux.flatten(1) if self._targets else None)
 
-    def _nothing_pending(self, num_tokens: int) -> ops.Mix:
+    def nothing_pending(self, num_tokens: int) -> ops.Mix:
         """A mix that leaves the streams as they are and collapses to copy 0."""
         comb = self._identity.expand(num_tokens, -1, -1)
         return ops.Mix(pre=comb[:, 0], post=torch.zeros_like(comb[:, 0]), comb=comb)
 
-    def _rotations(self, inputs: LayerInputs) -> Rotations:
+    def rotations(self, inputs: LayerInputs) -> Rotations:
+        """Rotations of all that a layer rotates."""
         return Rotations(
-            plain=ops.Rotation.at(inputs.positions, self._plain),
+            plain=ops.Rotation.at(inputs.positions, self.plain_frequencies),
             scaled=ops.Rotation.at(inputs.positions, self._scaled),
             entries={ratio: ops.Rotation.at(rows.first_positions, self._scaled) for ratio, rows in inputs.store_rows.items()},
         )

@@ -12,14 +12,32 @@ from deepinfer.ops import moe as ops
 class MoE:
     """Feed-forward half of a layer."""
 
-    def __init__(self, parameters: Parameters, prefix: str, config: ModelConfig) -> None:
-        """Weights ``{prefix}.*`` (``layers.N.ffn``)."""
+    def __init__(
+        self,
+        parameters: Parameters,
+        prefix: str,
+        config: ModelConfig,
+        *,
+        num_experts: int,
+        top_k: int,
+        has_image_bias: bool = True,
+    ) -> None:
+        """Weights ``{prefix}.*`` (``layers.N.ffn``): ``num_experts`` routed experts, of which a token takes ``top_k``.
+
+        Without ``has_image_bias`` the checkpoint's bias for image positions is left unused, and all positions are routed alike.
+        """
         self.config = config
+        self.num_experts = num_experts
+        self.top_k = top_k
         self.gate = parameters.wide(f"{prefix}.gate.weight")
         self.bias = parameters.wide(f"{prefix}.gate.bias")
-        self.bias_image = parameters.wide(f"{prefix}.gate.bias_vl")
-        self.w13 = parameters.experts(f"{prefix}.experts", ("w1", "w3"), config.n_routed_experts)
-        self.w2 = parameters.experts(f"{prefix}.experts", ("w2",), config.n_routed_experts)
+        if has_image_bias:
+            self.bias_image = parameters.wide(f"{prefix}.gate.bias_vl")
+        else:
+            parameters.ignore(f"{prefix}.gate.bias_vl")
+            self.bias_image = self.bias
+        self.w13 = parameters.experts(f"{prefix}.experts", ("w1", "w3"), num_experts)
+        self.w2 = parameters.experts(f"{prefix}.experts", ("w2",), num_experts)
         self.shared_w13 = parameters.fp8(f"{prefix}.shared_experts.w1", f"{prefix}.shared_experts.w3")
         self.shared_w2 = parameters.fp8(f"{prefix}.shared_experts.w2")
 
@@ -35,8 +53,8 @@ class MoE:
         """
         config = self.config
         expert_ids, expert_weights = ops.route(
-            x, self.gate, self.bias, self.bias_image, is_image, config.num_experts_per_tok, config.routed_scaling_factor
+            x, self.gate, self.bias, self.bias_image, is_image, self.top_k, config.routed_scaling_factor
         )
-        picks = ops.plan(expert_ids, config.n_routed_experts)
+        picks = ops.plan(expert_ids, self.num_experts)
         parts = ops.experts(x8, expert_weights, picks, self.w13, self.w2, config.swiglu_limit)
         return ops.combine(parts, ops.shared_expert(x8, self.shared_w13, self.shared_w2, config.swiglu_limit))

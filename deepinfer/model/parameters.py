@@ -51,6 +51,12 @@ class Parameters:
         self.taken.add(name)
         return self.tensors[name].to(self.device)
 
+    def ignore(self, name: str) -> None:
+        """Count a tensor that the checkpoint has and the model does not use as handed out."""
+        assert name in self.tensors, f"{name} is not in the checkpoint"
+        assert name not in self.taken, f"{name} is used twice"
+        self.taken.add(name)
+
     def wide(self, name: str) -> Tensor:
         """An unquantised tensor, upcast."""
         return self.stored(name).to(self.wide_dtype)

@@ -25,6 +25,7 @@ class VisionTower:
     Attributes:
         config: the tower's shape.
         device, dtype: of weights and results.
+        taken: names of the checkpoint's tensors that are in use.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class VisionTower:
         self.start, self.newline, self.end = (
             parameters.activation(name) for name in ("image_start", "image_newline", "image_end")
         )
+        self.taken = parameters.taken
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Rows for the IMAGE positions of one picture.

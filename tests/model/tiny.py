@@ -41,12 +41,12 @@ def new_cache(network, *, num_pages, num_slots, records=None):
 
 def fill_with_garbage(cache, rng):
     """Random bytes wherever a request will read or write: among them every NaN of every format."""
-    config, layout = cache.layout.config, cache.layout
+    layout = cache.layout
     views = [cache.lookback()]
     for layer in layout.stores:
         store = cache.index(layer)
         views += [cache.main(layer), store.values, store.scales]
-    views += [cache.window(layer) for layer in range(config.num_hidden_layers)]
+    views += [cache.window(layer) for layer in layout.windows]
     views += [cache.compressor(layer) for layer in layout.compressors]
     for view in views:
         noise = torch.from_numpy(rng.integers(0, 256, view.numel() * view.element_size(), dtype=np.uint8))
@@ -154,20 +154,25 @@ class Batch:
         self._held = {}
         self.done = {}
         self.logits = {}
+        self.aux = {}
 
     def add(self, name, prompt):
         pages = [self._pages.pop(0) for _ in range(self.cache.layout.pages_for(len(prompt)))]
         self._held[name] = prompt, self._slots.pop(0), pages
         self.done[name] = 0
         self.logits[name] = []
+        self.aux[name] = []
 
     def remove(self, name):
-        """Give a request's memory back, as it is; returns the logits of all its positions."""
+        """Give a request's memory back, as it is; returns the logits of all its positions.  ``aux`` stays, step by step."""
         _, slot, pages = self._held.pop(name)
         self._pages += pages
         self._slots.append(slot)
         del self.done[name]
         return torch.cat(self.logits.pop(name))
+
+    def slot(self, name):
+        return int(self._held[name][1])
 
     def left(self, name):
         return len(self._held[name][0]) - self.done[name]
@@ -199,9 +204,11 @@ class Batch:
             device=self.network.device,
             image_features=features,
         )
-        logits = self.network.forward(inputs, self.cache)
-        for name, part in zip(counts, logits.split(list(counts.values())), strict=True):
+        outputs = self.network.run(inputs, self.cache)
+        logits, sizes = self.network.logits(outputs.hidden), list(counts.values())
+        for name, part, aux in zip(counts, logits.split(sizes), outputs.aux.split(sizes), strict=True):
             self.logits[name].append(part)
+            self.aux[name].append(aux)
 
 
 def whole(network, prompt):
