@@ -1,0 +1,245 @@
+"""The draft network: a block of tokens that may follow, guessed at once from what the main network left behind.
+
+The main network's streams of every decided position become one *context row* per draft stage (:meth:`Drafter.commit`).  A draft
+(:meth:`Drafter.draft`) runs one block of ``width`` tokens per request through the stages: the anchor, which is the last emitted
+token and has no context row yet, then noise.  All of a block's tokens see the same keys, the context in front of the anchor and
+the whole block.  A low-rank Markov head then turns the block's outputs into tokens, left to right.
+
+Invariants: a request's results do not depend on the other requests, bit for bit.  A draft writes nothing into the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import QUANT_BLOCK, ModelConfig
+from deepinfer.kv.cache import KVCache
+from deepinfer.model.attention import Attention
+from deepinfer.model.flash import Flash
+from deepinfer.model.inputs import LayerInputs
+from deepinfer.model.moe import MoE
+from deepinfer.model.parameters import Parameters
+from deepinfer.ops import norm as ops
+from deepinfer.ops.quant import PackedWeight, linear_fp8, repack_fp8, round_mxfp8, unpack
+from deepinfer.ops.sampling import DraftMode, SamplingRows, markov_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """What one block per request brought; draft k = 1, 2, ... stands at index k - 1.
+
+    Attributes:
+        ids: [num_requests, num_drafts] int64.
+        logits: [num_requests, num_drafts, vocab_size] fp32 (fp64 in the exact regime) what the drafts were drawn from, in mode
+            ``sampled``; None in the others, whose verification does not ask.
+        confidences: [num_requests, num_drafts] same dtype, in [0, 1]: probability that draft k is accepted given that those
+            before it are.
+    """
+
+    ids: Tensor
+    logits: Tensor | None
+    confidences: Tensor
+
+
+class Stage:
+    """One draft layer's weights."""
+
+    def __init__(self, parameters: Parameters, stage: int, config: ModelConfig) -> None:
+        """Weights ``mtp.{stage}.*`` that every stage has."""
+        prefix = f"mtp.{stage}"
+        self.layer = config.num_hidden_layers + stage
+        self.attention_hyper = parameters.hyper(prefix, "attn", config)
+        self.attention = Attention(parameters, f"{prefix}.attn", self.layer, config)
+        self.ffn_hyper = parameters.hyper(prefix, "ffn", config)
+        self.ffn = MoE(
+            parameters,
+            f"{prefix}.ffn",
+            config,
+            num_experts=config.dspark_n_routed_experts,
+            top_k=config.dspark_num_experts_per_tok,
+            has_image_bias=False,
+        )
+
+
+class Drafter:
+    """The draft network.  Holds weights only; context rows are window records of layers ``num_hidden_layers`` + stage.
+
+    Attributes:
+        width: tokens of a block, which it was trained with; the most drafts there are.
+        taken: names of the checkpoint's tensors that are in use.
+    """
+
+    def __init__(self, model: Flash, tensors: Mapping[str, Tensor], *, temperatures: tuple[float, ...] | None = None) -> None:
+        """Take the weights out of a checkpoint.
+
+        Args:
+            model: lends its embedding, LM head and rotations, and says where and in which regime to compute.
+            tensors: checkpoint name -> tensor as stored; names outside ``mtp.*`` are left alone.
+            temperatures: of the confidence of draft 1, 2, ..., ``width`` in all; None for 1.
+        """
+        config = model.config
+        assert config.num_nextn_predict_layers > 0, "a drafter is built only for a configuration with draft stages"
+        self.width = config.dspark_block_size
+        self._temperatures = temperatures or (1.0,) * self.width
+        assert len(self._temperatures) == self.width, "one confidence temperature for each draft"
+        self._model = model
+        parameters = Parameters(tensors=tensors, device=model.device, exact=model.exact)
+        self.main_proj = parameters.fp8("mtp.0.main_proj")
+        self.main_norm = parameters.wide("mtp.0.main_norm.weight")
+        self.stages = [Stage(parameters, stage, config) for stage in range(config.num_nextn_predict_layers)]
+        self.wkv = _key_rows(self.stages, config.q_lora_rank, parameters.gemm_dtype)
+        self.kv_norms = torch.stack([stage.attention.kv_norm for stage in self.stages])
+        last = f"mtp.{config.num_nextn_predict_layers - 1}"
+        self.norm = parameters.wide(f"{last}.norm.weight")
+        self.markov_embed = parameters.stored(f"{last}.markov_head.embed.weight")
+        self.markov_head = parameters.wide(f"{last}.markov_head.head.weight")
+        self.confidence = parameters.wide(f"{last}.confidence_head.proj.weight")
+        self.taken = parameters.taken
+
+    def commit(self, aux: Tensor, positions: Tensor, slots: Tensor, cache: KVCache) -> None:
+        """Write the context rows of decided positions.
+
+        Args:
+            aux: [num_rows, num_targets * hidden] of :class:`~deepinfer.model.flash.Outputs`.
+            positions: [num_rows] int64 of those rows.
+            slots: [num_rows] int64 of their requests; 0 drops a row.  Rows that are not dropped must not meet in one place of a
+                ring, i.e. have one slot and positions that are equal modulo ``ring_tokens``.
+            cache: window rings of the draft stages are written.
+
+        Cost: two FP8 products, one write a stage; no host sync.
+        """
+        model, eps = self._model, self._model.config.rms_norm_eps
+        main8 = ops.norm8(linear_fp8(round_mxfp8(aux), self.main_proj), self.main_norm, eps)
+        rotation = ops.Rotation.at(positions, model.plain_frequencies)
+        records = ops.context_records(linear_fp8(main8, self.wkv), self.kv_norms, rotation, eps)
+        for number, stage in enumerate(self.stages):
+            ring = cache.window(stage.layer)
+            ring[slots, positions % ring.shape[1]] = records[:, number]  # of slot 0, which belongs to nobody, for dropped rows
+
+    def draft(
+        self,
+        anchors: Tensor,
+        anchor_positions: Tensor,
+        slots: Tensor,
+        floors: Tensor,
+        rows: SamplingRows,
+        mode: DraftMode,
+        num_drafts: int,
+        cache: KVCache,
+    ) -> Drafts:
+        """Guess what follows each request's anchor.
+
+        Args:
+            anchors: [num_requests] int64 token ids.
+            anchor_positions: [num_requests] int64.
+            slots: [num_requests] int64.
+            floors: [num_requests] int64, the first position of each whose context row is valid.
+            rows: how each request is sampled.
+            mode: how drafts are chosen.
+            num_drafts: how many, 1 to ``width``.  The block is as wide as ever: it was trained to look at all of itself.
+            cache: read only.
+
+        Source: DSpark paper, draft backbone and Markov head.  Cost: no host sync.
+        """
+        assert 1 <= num_drafts <= self.width, f"{num_drafts} drafts are not 1 to {self.width}"
+        hidden, base_logits = self._run_block(anchors, anchor_positions, slots, floors, num_drafts, cache)
+        prev, ids, logits, confidences = anchors, [], [], []
+        for number, temperature in enumerate(self._temperatures[:num_drafts]):
+            prev, used, confidence = markov_step(
+                base_logits[:, number],
+                prev,
+                self.markov_embed,
+                self.markov_head,
+                hidden[:, number],
+                self.confidence,
+                rows,
+                anchor_positions,
+                number + 1,
+                mode,
+                temperature,
+            )
+            ids.append(prev)
+            confidences.append(confidence)
+            if mode == "sampled":
+                logits.append(used)
+        return Drafts(
+            ids=torch.stack(ids, dim=1),
+            logits=torch.stack(logits, dim=1) if logits else None,
+            confidences=torch.stack(confidences, dim=1),
+        )
+
+    def _run_block(
+        self, anchors: Tensor, anchor_positions: Tensor, slots: Tensor, floors: Tensor, num_drafts: int, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The first outputs of each block: hidden [num_requests, num_drafts, hidden] before the final norm, base logits."""
+        model, config = self._model, self._model.config
+        token_ids = torch.full((anchors.shape[0], self.width), config.dspark_noise_token_id, device=model.device)
+        token_ids[:, 0] = anchors
+        inputs = self._block_inputs(anchor_positions, slots, floors)
+        rotations = model.rotations(inputs)
+        embedded = model.embedding[token_ids.flatten()]
+        streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
+
+        # As in Flash: a sublayer's output (delta) is written back by the next pass over the streams.
+        delta, mix = torch.zeros_like(embedded), model.nothing_pending(embedded.shape[0])
+        for stage in self.stages:
+            hyper = stage.attention_hyper
+            streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
+            mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
+            delta, _ = stage.attention(x, x8, inputs, cache, rotations, None)
+
+            hyper = stage.ffn_hyper
+            streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)
+            mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
+            delta = stage.ffn(x, x8, inputs.is_image)
+
+        used = torch.arange(token_ids.numel(), device=model.device).view_as(token_ids)[:, :num_drafts].flatten()
+        last = mix.rows(used)
+        streams = ops.mhc_post(streams[used], delta[used], last)
+        hidden = ops.mhc_collapse(streams, last.pre)
+        base_logits = model.logits(ops.final_norm(streams, last.pre, self.norm, config.rms_norm_eps))
+        shape = (anchors.shape[0], num_drafts)
+        return hidden.unflatten(0, shape), base_logits.unflatten(0, shape)
+
+    def _block_inputs(self, anchor_positions: Tensor, slots: Tensor, floors: Tensor) -> LayerInputs:
+        """What a stage sees of the blocks.
+
+        ``window_rows`` [num_requests * width, sliding_window + width] names the same keys for all tokens of a block, out of the
+        ``sliding_window`` positions in front of the anchor and of the block itself.  No token of a block outlives the draft, so
+        nothing is kept or stored.
+        """
+        device, reach = self._model.device, self._model.config.sliding_window
+        num_requests = anchor_positions.shape[0]
+        offsets = torch.arange(self.width, device=device)
+        requests = torch.arange(num_requests, device=device).unsqueeze(1)
+        context = anchor_positions.unsqueeze(1) + torch.arange(-reach, 0, device=device)
+        context_rows = requests * reach + torch.arange(reach, device=device)
+        context_rows = context_rows.masked_fill_(context < floors.clamp_min(0).unsqueeze(1), -1)
+        block_rows = num_requests * reach + requests * self.width + offsets
+        keys = torch.cat([context_rows, block_rows], dim=1)
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return LayerInputs(
+            positions=(anchor_positions.unsqueeze(1) + offsets).flatten(),
+            requests=requests.expand(-1, self.width).flatten(),
+            is_image=torch.zeros(num_requests * self.width, dtype=torch.bool, device=device),
+            spans=(),
+            slots=slots,
+            starts=anchor_positions,
+            page_ids=nothing,
+            window_rows=keys.unsqueeze(1).expand(-1, self.width, -1).flatten(0, 1),
+            earlier_positions=context,
+            ring_rows=nothing,
+            compressor_rows=nothing,
+            store_rows={},
+        )
+
+
+def _key_rows(stages: list[Stage], first: int, dtype: torch.dtype) -> PackedWeight:
+    """The key projections of all stages, rows from ``first`` on of each ``wqkv``, stacked: one product makes all context rows."""
+    parts = [unpack(stage.attention.wqkv) for stage in stages]
+    codes = torch.cat([codes[first:].view(torch.uint8) for codes, _ in parts]).view(torch.float8_e4m3fn)
+    return repack_fp8(codes, torch.cat([scale[first // QUANT_BLOCK :] for _, scale in parts]), dtype)
