@@ -32,6 +32,17 @@ def main() -> None:
     """Serve DeepSeek-V4.1-Flash on the machines people have."""
 
 
+_DRAFT_SAMPLING: dict[str, Any] = {
+    "type": click.Choice(["coupled", "sampled", "argmax"]),
+    "default": "coupled",
+    "show_default": True,
+    "help": "How drafts are drawn and verified.",
+}
+_num_drafts = click.option(
+    "--num-drafts", type=click.IntRange(0), default=0, show_default=True, help="Drafts of a round; 0 leaves speculation out."
+)
+
+
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
@@ -40,6 +51,11 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--max-model-len", type=int, default=4096, show_default=True, help="Prompt plus output tokens."),
             click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Requests running at once."),
             click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens of one step."),
+            click.option("--num-drafts", type=int, default=None, help="Drafts of a round; 0 for none.  [default: 5]"),
+            click.option(
+                "--adaptive-drafts/--no-adaptive-drafts", default=None, help="Verify only the drafts that pay.  [default: no]"
+            ),
+            click.option("--draft-sampling", **_DRAFT_SAMPLING),
         )
     ):
         command = option(command)
@@ -53,12 +69,53 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."),
             click.option("--top-k", type=int, default=-1, show_default=True, help="Keep this many tokens; -1 keeps all."),
             click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability."),
+            click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely beside the best."),
+            click.option("--n", type=int, default=1, show_default=True, help="Answers to every prompt."),
+            click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="For tokens in the output."),
+            click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time."),
+            click.option(
+                "--repetition-penalty", type=float, default=1.0, show_default=True, help="Divisor for tokens in prompt or output."
+            ),
+            click.option("--logit-bias", multiple=True, metavar="ID:VALUE", help="Add VALUE to a token's logit.  Repeatable."),
+            click.option("--stop-token-id", type=int, multiple=True, metavar="ID", help="End at this token.  Repeatable."),
+            click.option("--allowed-token-id", type=int, multiple=True, metavar="ID", help="Use no others.  Repeatable."),
+            click.option("--banned-token-id", type=int, multiple=True, metavar="ID", help="Never use it.  Repeatable."),
+            click.option("--first-n-token-no-eos", type=int, default=0, show_default=True, help="No end before so many tokens."),
             click.option("--seed", type=int, default=None, help="Makes sampling repeatable.  [default: random]"),
             click.option("--ignore-eos", is_flag=True, help="Go on after the end token."),
         )
     ):
         command = option(command)
     return command
+
+
+_LINE_PARAMETERS = (
+    "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "seq_seed", "ignore_eos",
+    "first_n_token_no_eos", "top_logprobs",
+)  # fmt: skip
+"""Sampling parameters that a line of a JSONL file may have."""
+
+
+def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters out of a command's options, which keep the rest."""
+    pairs = []
+    for given in options.pop("logit_bias"):
+        token_id, _, value = given.partition(":")
+        try:
+            pairs.append((int(token_id), float(value)))
+        except ValueError:
+            raise RequestError(f"--logit-bias {given} is not of the form ID:VALUE; write for example 42:-5.5") from None
+    sampling: dict[str, Any] = {
+        "logit_bias": pairs or None,
+        "stop_token_ids": options.pop("stop_token_id"),
+        "allowed_token_ids": options.pop("allowed_token_id") or None,
+        "banned_token_ids": options.pop("banned_token_id"),
+    }
+    seed = options.pop("seed")
+    if seed is not None:
+        sampling["seq_seed"] = seed
+    return sampling | {name: options.pop(name) for name in _LINE_PARAMETERS if name in options}
 
 
 @main.command()
@@ -73,21 +130,17 @@ def generate(
     file: Path | None,
     prompts: Path | None,
     out: Path | None,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-    ignore_eos: bool,
-    **engine: Any,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
 ) -> None:
     """Continue TEXT, a file, or every prompt of a JSONL file.
 
-    TEXT or --file streams the continuation to the terminal.
+    TEXT or --file streams the continuation to the terminal; with --n above 1 every answer is written when it has ended.
 
     A line of --prompts is {"prompt": "…"} or {"prompt_token_ids": […]}, optionally with "id" and with sampling parameters of its
-    own (max_tokens, temperature, top_k, top_p, seq_seed, ignore_eos, top_logprobs).  A line of --out has id, text, token_ids,
-    finish_reason, prompt_tokens and output_tokens.
+    own: n, max_tokens, temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias
+    ({"ID": VALUE}), stop_token_ids, allowed_token_ids, banned_token_ids, golden_token_ids (the output begins with them),
+    seq_seed, ignore_eos, first_n_token_no_eos, top_logprobs.  A line of --out has id, text, token_ids, finish_reason,
+    prompt_tokens and output_tokens; where n is above 1 there is one for each answer, with its number as sample.
     """
     sources = [name for name, given in (("TEXT", text), ("--file", file), ("--prompts", prompts)) if given is not None]
     if len(sources) != 1:
@@ -95,19 +148,11 @@ def generate(
         raise RequestError(f"{what}; give exactly one of TEXT, --file and --prompts")
     if (prompts is None) != (out is None):
         raise RequestError("--prompts and --out go together; give both")
-    sampling: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "ignore_eos": ignore_eos,
-    }
-    if seed is not None:
-        sampling["seq_seed"] = seed
+    sampling = _take_sampling(options)
     if prompts is not None and out is not None:
-        _generate_batch(prompts, out, sampling, engine)
+        _generate_batch(prompts, out, sampling, options)
     else:
-        _generate_stream(text if file is None else _read(file), sampling, engine)
+        _generate_stream(text if file is None else _read(file), sampling, options)
 
 
 def _read(path: Path) -> str:
@@ -126,21 +171,34 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
     assert prompt is not None, "one source was given"
     params = SamplingParams(**sampling)
     llm = LLM(**engine)
-    decoder = llm.get_tokenizer().stream()
-    first = last = None
+    decoders = [llm.get_tokenizer().stream() for _ in range(params.n)]
+    texts = [""] * params.n
+    first = now = None
+    num_prompt = num_output = 0
+    reasons: list[str] = []
     start = time.perf_counter()
     for output in llm.stream(prompt, params):
-        last, now = output, time.perf_counter()
+        now, number = time.perf_counter(), output.sample_idx
         first = first or now
+        piece = ""
         if output.token_id is not None and output.token_id != llm.config.eos_token_id:
-            click.echo(decoder.push(output.token_id), nl=False)
-    click.echo(decoder.finish())
-    assert first is not None and last is not None, "a request gives at least one token"  # noqa: PT018
-    decoded = last.num_output_tokens - 1
-    rate = f", then {decoded / (now - first):.1f} tokens/s" if decoded else ""
+            piece = decoders[number].push(output.token_id)
+        if output.finished:
+            piece += decoders[number].finish()
+            num_prompt = output.prompt_len
+            num_output += output.num_output_tokens
+            reasons.append(str(output.finish_reason))
+        texts[number] += piece
+        if params.n == 1:
+            click.echo(piece, nl=output.finished)
+        elif output.finished:
+            click.echo(f"--- answer {number + 1} of {params.n}, finished by {output.finish_reason}\n{texts[number]}")
+    assert first is not None and now is not None, "a request gives at least one token"  # noqa: PT018
+    decoded = num_output - params.n
+    rate = f", then {decoded / (now - first):.1f} tokens/s" if decoded and now > first else ""
     click.echo(
-        f"[prompt {last.prompt_len} tokens in {first - start:.2f} s ({last.prompt_len / (first - start):.0f} tokens/s); "
-        f"output {last.num_output_tokens} tokens{rate}; finished by {last.finish_reason}]",
+        f"[prompt {num_prompt} tokens in {first - start:.2f} s ({num_prompt / (first - start):.0f} tokens/s); "
+        f"output {num_output} tokens{rate}; finished by {', '.join(sorted(set(reasons)))}]",
         err=True,
     )
 
@@ -149,7 +207,6 @@ def _prompt_lines(path: Path, sampling: dict[str, Any]) -> list[tuple[Any, dict[
     """(id, line, sampling parameters) of every line; every problem names its line."""
     from deepinfer.request import SamplingParams
 
-    allowed = {*sampling, "seq_seed", "top_logprobs"}
     lines = []
     for number, text in enumerate(_read(path).splitlines(), start=1):
         if not text.strip():
@@ -162,9 +219,12 @@ def _prompt_lines(path: Path, sampling: dict[str, Any]) -> list[tuple[Any, dict[
         if not isinstance(line, dict) or ("prompt" in line) == ("prompt_token_ids" in line):
             raise RequestError(f"{where} needs an object with either prompt or prompt_token_ids")
         own = {key: value for key, value in line.items() if key not in ("prompt", "prompt_token_ids", "id")}
-        unknown = sorted(set(own) - allowed)
+        unknown = sorted(set(own) - set(_LINE_PARAMETERS))
         if unknown:
-            raise RequestError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+            raise RequestError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(_LINE_PARAMETERS))}")
+        bias = own.get("logit_bias")
+        if isinstance(bias, dict):  # JSON has no keys but strings
+            own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
         try:
             lines.append((line.get("id", number - 1), line, SamplingParams(**{**sampling, **own})))
         except RequestError as error:
@@ -192,8 +252,10 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
         start = time.perf_counter()
         results = llm.generate_records(prompt_token_ids=ids, sampling_params=[params for _, _, params in lines])
         seconds = time.perf_counter() - start
-        num_prompt = num_output = 0
-        for (line_id, _, _), records in zip(lines, results, strict=True):
+        num_prompt = sum(len(each) for each in ids)
+        num_output = 0
+        answers = [(line_id, params.n, sample) for line_id, _, params in lines for sample in range(params.n)]
+        for (line_id, num_samples, sample), records in zip(answers, results, strict=True):
             token_ids = [each.token_id for each in records]
             line = {
                 "id": line_id,
@@ -203,13 +265,14 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
                 "prompt_tokens": records[-1].prompt_len,
                 "output_tokens": len(token_ids),
             }
+            if num_samples > 1:
+                line["sample"] = sample
             if records[0].top_token_ids:
                 line["top_logprobs"] = [
                     [[tokenizer.decode([top_id]), value] for top_id, value in zip(r.top_token_ids, r.top_logprobs, strict=True)]
                     for r in records
                 ]
             sink.write(json.dumps(line, ensure_ascii=False) + "\n")
-            num_prompt += records[-1].prompt_len
             num_output += len(token_ids)
     click.echo(
         f"{len(lines)} prompts in {seconds:.1f} s: {num_prompt} prompt tokens ({num_prompt / seconds:.0f}/s), "
@@ -273,11 +336,16 @@ def bench() -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--prompt-tokens", type=click.IntRange(64), default=2048, show_default=True, help="Length of the prefill.")
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timed steps of each scenario.")
-def steps(model: str, device: str, prompt_tokens: int, repeats: int) -> None:
-    """Tokens/s of prefill and decode, the floor of each, and the time by op family."""
+@_num_drafts
+def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_drafts: int) -> None:
+    """Tokens/s of prefill and decode, the floor of each, and the time by op family.
+
+    It measures the network, so nothing is drafted by default; with --num-drafts there are rounds of speculation and the share of
+    drafting as well.
+    """
     from deepinfer.bench.steps import run_steps
 
-    click.echo(run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats))
+    click.echo(run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats, num_drafts=num_drafts))
 
 
 @bench.command()
@@ -285,11 +353,15 @@ def steps(model: str, device: str, prompt_tokens: int, repeats: int) -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--requests", type=click.IntRange(2), default=64, show_default=True, help="Requests at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of either way.")
-def batching(model: str, device: str, requests: int, repeats: int) -> None:
-    """Requests together against one after another."""
+@_num_drafts
+def batching(model: str, device: str, requests: int, repeats: int, num_drafts: int) -> None:
+    """Requests together against one after another.
+
+    It measures batching, so nothing is drafted by default.
+    """
     from deepinfer.bench.batching import run_batching
 
-    click.echo(run_batching(model, device=device, num_requests=requests, repeats=repeats))
+    click.echo(run_batching(model, device=device, num_requests=requests, repeats=repeats, num_drafts=num_drafts))
 
 
 @bench.command()
@@ -298,6 +370,73 @@ def scheduler() -> None:
     from deepinfer.bench.scheduler import run_scheduler
 
     click.echo(run_scheduler())
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
+    """Reads numbers separated by commas."""
+
+    def parse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        try:
+            return None if text is None else tuple(kind(each) for each in text.split(","))
+        except ValueError:
+            what = "whole numbers" if kind is int else "numbers"
+            raise click.BadParameter(f"{text!r} is not a list of {what} separated by commas") from None
+
+    return parse
+
+
+@bench.command()
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests that are recorded.")
+@click.option("--tokens", type=click.IntRange(8), default=128, show_default=True, help="Tokens that each of them generates.")
+@click.option(
+    "--concurrency",
+    callback=_numbers(int),
+    default="16,32,48,60,72,96",
+    show_default=True,
+    help="Loads to estimate the gain for.",
+)
+@click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, sampling and estimates.")
+@click.option("--draft-sampling", **_DRAFT_SAMPLING)
+@click.option(
+    "--acceptance",
+    callback=_numbers(float),
+    help="Assume this conditional acceptance of each position, such as 0.8,0.7,0.6,0.6,0.6, instead of recording rounds.",
+)
+@click.option("--context", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a request in timed steps.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps of each size.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw it all into this file (.png, .svg, .pdf).")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
+def spec(
+    requests: int,
+    tokens: int,
+    concurrency: tuple[int, ...],
+    plot_file: Path | None,
+    json_file: Path | None,
+    model: str,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Speculation: acceptance, calibration, step times, and what adaptive lengths would gain by load.
+
+    Rounds are recorded at full length, or drawn with --acceptance; whatever rests on drawn rounds is marked as assumed.
+    """
+    from deepinfer.bench.spec import plot, render, require_plotting, run_spec, write_json
+
+    if min(concurrency) < 1:
+        raise RequestError(f"concurrency={','.join(map(str, concurrency))} must be positive numbers of requests")
+    if plot_file is not None:
+        require_plotting()
+    for path in (plot_file, json_file):  # before minutes are spent on what could not be written
+        if path is not None:
+            _open_output(path).close()
+    report = run_spec(model, num_requests=requests, num_tokens=tokens, concurrencies=concurrency, **options)
+    click.echo(render(report))
+    if json_file is not None:
+        write_json(report, json_file)
+    if plot_file is not None:
+        plot(report, plot_file)
 
 
 if __name__ == "__main__":

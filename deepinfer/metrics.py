@@ -73,6 +73,13 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "prefix_cache_queries": _counter("tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": _counter("tokens", "Prompt tokens found in the prefix cache."),
     "replayed_tokens": _counter("tokens", "Tokens computed again to rebuild windows after a hit."),
+    # Speculation.
+    "spec_decode_num_drafts": _counter("rounds", "Rounds of a request that could verify drafts."),
+    "spec_decode_num_draft_tokens": _counter("tokens", "Drafts verified."),
+    "spec_decode_num_accepted_tokens": _counter("tokens", "Drafts accepted."),
+    "spec_decode_num_draft_tokens_per_pos": _counter("tokens", "Drafts verified, by place in the round from 0.", "position"),
+    "spec_decode_num_accepted_tokens_per_pos": _counter("tokens", "Drafts accepted, by place in the round from 0.", "position"),
+    "spec_decode_verified_drafts": _histogram("tokens", "Drafts that one step verified.", _TOKENS),
     # Requests.
     "request_success": _counter("requests", "Requests that ended.", "finished_reason"),
     "admission_rejections": _counter("requests", "Requests refused as they came.", "reason"),

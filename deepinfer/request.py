@@ -171,14 +171,17 @@ class SamplingParams:
         return tuple(self.logit_bias) if self.logit_bias is not None else ()  # type: ignore[arg-type]
 
     def with_sample(self, sample_idx: int) -> SamplingParams:
-        """Parameters of one of the ``n`` answers alone; the first keeps the seed, the others' are hashes of it and the index."""
+        """Parameters of one of the ``n`` answers alone.
+
+        The first keeps the seed, the others' are hashes of it and the index; the first alone reports on the prompt.
+        """
         if not 0 <= sample_idx < self.n:
             raise AssertionError(f"sample {sample_idx} of {self.n} was asked for")
         seed = self.seq_seed
         if sample_idx:
             words = seed.to_bytes(8, "little") + sample_idx.to_bytes(8, "little")
             seed = int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"sample").digest(), "little")
-        return replace(self, n=1, seq_seed=seed)
+        return replace(self, n=1, seq_seed=seed, prompt_logprobs=self.prompt_logprobs and sample_idx == 0)
 
 
 def _number(name: str, value: object, low: float, high: float, expected: str) -> None:
@@ -260,8 +263,8 @@ class RequestOutput:
         num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed.
         token_logprobs: log-probability of the token before temperature and truncation, floored at -9999.
         top_token_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
-        prompt_logprobs: on the first record, if they were asked for: entry i is the log-probability of prompt token i given the
-            ones before it, entry 0 is None; otherwise None.
+        prompt_logprobs: on the first answer's first record, if asked for: entry i is the log-probability of prompt token i
+            given the ones before it, entry 0 is None; otherwise None.
         nextn_logprobs, sum_smaller_probs: None; not computed.
         draft_tok, accept_tok: drafted and accepted tokens of the step; 0 without speculation.
         confidence_score: how likely the drafter found it that this token's draft is accepted; None without one.

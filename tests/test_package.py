@@ -23,6 +23,10 @@ PLANNING = next(
 WATCH = """
 import json, os, pkgutil, sys, threading
 import click, numpy, safetensors.torch, tabulate, tokenizers, torch, tqdm  # what they do is their own affair
+try:
+    import triton
+except ModuleNotFoundError:
+    triton = None  # an extra: modules that need it cannot be imported then
 
 told = []
 
@@ -57,7 +61,11 @@ os.environ = Environment(os.environ)
 threads = threading.active_count()
 import deepinfer
 for module in pkgutil.walk_packages(deepinfer.__path__, "deepinfer."):
-    __import__(module.name)
+    try:
+        __import__(module.name)
+    except ModuleNotFoundError as error:
+        if triton or error.name != "triton":
+            raise
 told += [f"thread {each.name}" for each in threading.enumerate()[threads:]]
 if torch.cuda.is_initialized():
     told.append("CUDA")

@@ -42,7 +42,7 @@ def _run(core: EngineCore, requests: Sequence[Request]) -> tuple[float, int]:
     return time.perf_counter() - start, tokens
 
 
-def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, repeats: int = 3) -> str:
+def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, repeats: int = 3, num_drafts: int = 0) -> str:
     """Measure and render a table.
 
     Args:
@@ -50,8 +50,17 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
         device: as in :class:`EngineArgs`.
         num_requests: requests at once.
         repeats: measurements of either way; alternating, so that both see the same moods of the machine.
+        num_drafts: drafts of a round, all verified; 0 measures batching alone.
     """
-    args = EngineArgs(model=model, device=device, max_num_seqs=num_requests, max_model_len=512, enable_prefix_cache=False)
+    args = EngineArgs(
+        model=model,
+        device=device,
+        max_num_seqs=num_requests,
+        max_model_len=512,
+        enable_prefix_cache=False,
+        num_drafts=num_drafts,
+        adaptive_drafts=False,
+    )
     core = load(args).core
     one_by_one = max(1, num_requests // 8)
     rates: dict[str, list[float]] = {"together": [], "one after another": []}
@@ -77,5 +86,6 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
     rows.append(["gain", f"{statistics.median(gains):.2f}", f"{min(gains):.2f} … {max(gains):.2f}"])
     where = core.executor.worker.model.device
     what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    title = f"{what}; torch {torch.__version__}; one after another measured on {one_by_one} of the requests"
+    title = f"{what}; torch {torch.__version__}; one after another measured on {one_by_one} of the requests; "
+    title += f"{num_drafts} drafts a round" if num_drafts else "no drafts: what is measured is batching"
     return f"{title}\n\n{tabulate(rows, headers=['', 'output tokens/s, median', 'min … max'])}"

@@ -90,7 +90,7 @@ def _visible(rows: LayerInputs, window: int) -> list[tuple[int, list[int]]]:
     seen = []
     for position, keys in zip(own, rows.window_rows.tolist(), strict=True):
         seen.append((position, [(earlier + own)[key] for key in keys if key >= 0]))
-    assert len(earlier) == reach * len(rows.spans), "one stretch of earlier keys a request"
+    assert len(earlier) == reach * len(rows.slots), "one stretch of earlier keys a request"
     return seen
 
 

@@ -1,4 +1,5 @@
-"""Scheduler benchmark: the time to plan and commit steps of many long requests, and to look a long prompt up in the cache.
+"""Scheduler benchmark: the time to plan and commit steps of many long requests, to look a long prompt up in the cache, and to
+choose how many drafts a step verifies.
 
 Nothing runs on a device: results are made up, so what is timed is the bookkeeping of one core.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from tabulate import tabulate
@@ -17,10 +18,13 @@ from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.kv.prefix import PageChain
 from deepinfer.request import Request, SamplingParams
+from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits, Scheduler
 from deepinfer.step import Sampled, StepPlan, StepResult
 
 _EOS, _WORD = 1, 7
+_TARGET_US = 300
+"""What adaptive lengths may cost the host a step, at 256 requests."""
 _HEADERS = ["work", "median µs", "min … max"]
 
 
@@ -34,11 +38,24 @@ def run_scheduler(*, num_requests: int = 256, num_context: int = 131072, num_pro
         num_steps: timed steps of each kind.
     """
     rows = []
-    for is_async in (False, True):
-        times, num_crossings = _decode_times(num_requests, num_context, num_steps, is_async=is_async)
-        name = f"plan + commit, {num_requests} requests at {num_context}, {'one step ahead' if is_async else 'step by step'}"
-        rows.append(_line(f"{name}, {num_crossings} page ends", times))
+    for is_async, num_drafts, ways in ((False, 0, (False,)), (True, 0, (False,)), (True, 5, (False, True))):
+        decoding = [
+            _decode(num_requests, num_context, num_steps, is_async=is_async, num_drafts=num_drafts, is_adaptive=is_adaptive)
+            for is_adaptive in ways
+        ]
+        # In turn, so that both see the same moods of the machine.
+        steps = list(zip(*decoding, strict=True))
+        for is_adaptive, taken in zip(ways, zip(*steps, strict=True), strict=True):
+            times, crossings = zip(*taken, strict=True)
+            how = "one step ahead" if is_async else "step by step"
+            drafts = f"{num_drafts} drafts, {'adaptive' if is_adaptive else 'all verified'}" if num_drafts else "no drafts"
+            name = f"plan + commit, {num_requests} requests at {num_context}, {how}, {drafts}, {sum(crossings)} page ends"
+            rows.append(_line(name, times))
+        if len(ways) > 1:
+            more = [adaptive[0] - fixed[0] for fixed, adaptive in steps]
+            rows.append(_line(f"the same, adaptive less all verified, {num_requests} requests", more))
     rows += _lookup_lines(num_prompt)
+    rows += _draft_lines(num_requests)
     return tabulate(rows, headers=_HEADERS)
 
 
@@ -47,10 +64,12 @@ def _line(name: str, seconds: Sequence[float]) -> list[str]:
     return [name, f"{statistics.median(seconds) * scale:,.0f}", f"{min(seconds) * scale:,.0f} … {max(seconds) * scale:,.0f}"]
 
 
-def _decode_times(num_requests: int, num_context: int, num_steps: int, *, is_async: bool) -> tuple[list[float], int]:
-    """Seconds of each steady step, and how many requests reached the end of a page meanwhile."""
+def _decode(
+    num_requests: int, num_context: int, num_steps: int, *, is_async: bool, num_drafts: int, is_adaptive: bool
+) -> Iterator[tuple[float, int]]:
+    """Seconds of each steady step, and how many requests reached the end of a page in it."""
     layout = KVLayout(named_config("full"))
-    num_tokens = num_context + num_steps + 16
+    num_tokens = num_context + (num_steps + 16) * (1 + num_drafts)
     kv = KVManager(
         layout,
         num_pages=num_requests * layout.pages_for(num_tokens) + 1,
@@ -62,43 +81,62 @@ def _decode_times(num_requests: int, num_context: int, num_steps: int, *, is_asy
         max_num_batched_tokens=num_requests * num_context,
         eos_token_id=_EOS,
         image_token_id=named_config("full").image_token_id,
+        num_drafts=num_drafts,
     )
-    scheduler = Scheduler(kv, limits)
+    sizes = [1 << power for power in range(14)]
+    curve = CostCurve(sizes, [10 + size / 50 for size in sizes])
+    scheduler = Scheduler(kv, limits, DraftBudget(kv.num_slots + 1, num_drafts, curve) if is_adaptive else None)
     rng = np.random.default_rng(0)
+    names = {f"bench-{number}" for number in range(num_requests)}
     for number in range(num_requests):  # prompts end at different places in a page, as they do in practice
-        prompt = rng.integers(3, 1000, num_context - int(rng.integers(layout.page_tokens))).tolist()
+        prompt = rng.integers(3, 250, num_context - int(rng.integers(layout.page_tokens))).tolist()
         params = SamplingParams(max_tokens=num_tokens, temperature=0, seq_seed=0)
         scheduler.add(Request(request_id=f"bench-{number}", prompt_token_ids=tuple(prompt), params=params))
     while True:  # prefill
         plan = scheduler.plan()
         assert plan is not None, "requests are unfinished"
-        scheduler.commit(plan, _result(plan))
-        if len(plan.chunks) == num_requests and all(len(chunk.token_ids) == 1 for chunk in plan.chunks):
+        scheduler.commit(plan, _result(plan, num_drafts, rng))
+        if len(plan.rounds) == num_requests:
             break
 
-    seconds, num_crossings = [], 0
     ahead: StepPlan | None = scheduler.plan() if is_async else None
     for _ in range(num_steps):
-        result = _result(ahead) if ahead is not None else None
+        result = _result(ahead, num_drafts, rng) if ahead is not None else None
         start = time.perf_counter()
         plan = scheduler.plan()
         spent = time.perf_counter() - start
         assert plan is not None, "requests are unfinished"
-        assert len(plan.chunks) == num_requests, "every request decodes in every step"
+        assert len(plan.rounds) == num_requests, "every request decodes in every step"
         done = ahead if ahead is not None else plan
-        result = result or _result(plan)
+        result = result or _result(plan, num_drafts, rng)
         start = time.perf_counter()
         outputs = scheduler.commit(done, result)
-        seconds.append(spent + time.perf_counter() - start)
-        assert len(outputs) == num_requests, "every request got a token"
-        num_crossings += sum(chunk.end % layout.page_tokens == 0 for chunk in plan.chunks)
+        spent += time.perf_counter() - start
+        assert {output.request_id for output in outputs} == names, "every request got a token"
         ahead = plan if is_async else None
-    return seconds, num_crossings
+        yield spent, sum(output.num_output_tokens % layout.page_tokens == 0 for output in outputs)
 
 
-def _result(plan: StepPlan) -> StepResult:
-    sampled = Sampled(token_id=_WORD, logprob=-1.0)
-    return StepResult(sampled={chunk.request_id: sampled for chunk in plan.chunks if chunk.num_logits})
+def _result(plan: StepPlan, num_drafts: int, rng: np.random.Generator) -> StepResult:
+    """Every round accepts half of its drafts."""
+    names = [(chunk.request_id, 0) for chunk in plan.chunks if chunk.samples]
+    names += [(each.request_id, each.max_drafts) for each in plan.rounds]
+    count = 1 + num_drafts // 2
+    return StepResult(
+        sampled={
+            name: Sampled(
+                token_ids=(_WORD,) * (count if most else 1),
+                logprobs=(-1.0,) * count,
+                top_token_ids=((),) * count,
+                top_logprobs=((),) * count,
+                num_drafts=most,
+                confidences=(0.5,) * most,
+            )
+            for name, most in names
+        },
+        confidences=rng.random((len(names), num_drafts), dtype=np.float32),
+        duration_ms=20.0,
+    )
 
 
 def _lookup_lines(num_prompt: int) -> list[list[str]]:
@@ -123,6 +161,30 @@ def _lookup_lines(num_prompt: int) -> list[list[str]]:
         _line(f"keys of a prompt of {num_prompt}", _times(keys)),
         _line(f"hit of {hit.num_tokens} tokens, keys known", _times(lambda: kv.plan_hit(chain, num_prompt))),
         _line("hit of the same, keys included", _times(lambda: kv.plan_hit(keys(), num_prompt))),
+    ]
+
+
+def _draft_lines(num_requests: int, num_drafts: int = 5) -> list[list[str]]:
+    """Choosing how many drafts to verify, on a curve of 200 sizes that makes it worthwhile to verify some of them."""
+    rng = np.random.default_rng(0)
+    most = num_requests * (1 + num_drafts)
+    sizes = sorted({1 + at * most // 200 for at in range(200)} | {most})
+    curve = CostCurve(sizes, [10 + 0.02 * rows for rows in sizes])
+    budget = DraftBudget(2 * num_requests, num_drafts, curve)
+    slots = rng.permutation(2 * num_requests)[:num_requests]
+    confidences = rng.beta(3, 1, (num_requests, num_drafts)).astype(np.float32)
+    caps, is_ahead = np.full(num_requests, num_drafts), rng.random(num_requests) < 0.9
+    budget.update(slots, confidences)
+    what = f"{num_requests} requests of {num_drafts} drafts"
+    parts = {
+        f"take in confidences, {what}": _times(lambda: budget.update(slots, confidences), 500),
+        f"choose a total, {what}": _times(lambda: budget.choose(slots, caps, is_ahead, 0, most), 500),
+        "take in the time of a step": _times(lambda: curve.refine(most // 2, 20.0), 500),
+    }
+    together = sum(statistics.median(each) for each in parts.values()) * 1e6
+    return [
+        *(_line(name, times) for name, times in parts.items()),
+        [f"choose, update and refine together, {what}", f"{together:,.0f}", f"target: at most {_TARGET_US}"],
     ]
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine.loader import load
+from deepinfer.executor.clock import StepClock
 from deepinfer.executor.worker import Worker
 from deepinfer.ops import quant
 from deepinfer.ops.op import REFERENCE, bind, registered
@@ -29,6 +30,8 @@ from deepinfer.step import Chunk, StepPlan
 
 _PAGE_SLACK = 64
 """Tokens of room behind the prompt of a measured request."""
+_MANY = 16
+"""Requests that decode together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,7 +189,7 @@ def _plans(worker: Worker, count: int, context: int, tokens: int, repeats: int) 
     requests.close()
 
 
-def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7) -> str:
+def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7, num_drafts: int = 0) -> str:
     """Measure and render a table.
 
     Args:
@@ -194,16 +197,23 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
         device: as in :class:`EngineArgs`.
         prompt_tokens: length of the prefill, and of the context of the decode of one request.
         repeats: timed steps of each scenario.
+        num_drafts: drafts of a round; 0 measures the network alone, as the floors and the shares mean it.
     """
     args = EngineArgs(
         model=model,
         device=device,
-        max_num_seqs=16,
+        max_num_seqs=_MANY,
         max_model_len=prompt_tokens + 2 * _PAGE_SLACK,
-        max_num_batched_tokens=prompt_tokens,
+        max_num_batched_tokens=max(prompt_tokens, _MANY * (1 + num_drafts)),
+        num_drafts=num_drafts,
+        adaptive_drafts=False,
     )
     core = load(args).core
     table = core.executor.call(lambda: _measure(core.executor.worker, prompt_tokens, repeats))
+    if num_drafts:
+        table += "\n\n" + core.executor.call(lambda: _measure_rounds(core.executor.worker, prompt_tokens, repeats, num_drafts))
+    else:
+        table += "\n\nno drafts: what is measured is the network; --num-drafts adds rounds of speculation"
     core.close()
     return table
 
@@ -221,7 +231,7 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
     scenarios = [
         (f"prefill, 1 prompt of {prompt_tokens}", 1, 0, prompt_tokens),
         (f"decode, 1 request at {prompt_tokens}", 1, prompt_tokens, 1),
-        (f"decode, 16 requests at {many_context}", 16, many_context, 1),
+        (f"decode, {_MANY} requests at {many_context}", _MANY, many_context, 1),
     ]
     results = []
     with tqdm(total=len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
@@ -253,6 +263,35 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
                 )
             )
     return _render(results, ceilings, where)
+
+
+def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int) -> str:
+    """Steps of full rounds, and what of them is drafting: the difference of equal steps with drafts and without."""
+    rows_per_request, rows = 1 + num_drafts, []
+    clock = StepClock(worker, num_drafts=num_drafts, max_rows=_MANY * rows_per_request, context=context)
+    with tqdm(total=2 * (repeats + 1), unit="step", desc="measuring rounds") as bar:
+        for count in (1, _MANY):
+            whole, drafting = [], []
+            for number in range(repeats + 1):
+                measured = clock.measure_ms(count * rows_per_request), clock.measure_draft_ms(count)
+                if number:  # the first warms up
+                    whole.append(measured[0])
+                    drafting.append(measured[1])
+                bar.update()
+            median, draft = statistics.median(whole), statistics.median(drafting)
+            rows.append(
+                [
+                    f"rounds of {num_drafts} drafts, {count} requests at {context}",
+                    f"{median:.1f}",
+                    f"{min(whole):.1f} … {max(whole):.1f}",
+                    f"{draft:.1f}",
+                    f"{draft / median:.1%}",
+                ]
+            )
+    clock.close()
+    title = f"With {num_drafts} drafts: every step above drafts, too, behind each request that samples."
+    headers = ["scenario", "step ms, median", "min … max", "drafting ms", "share of drafting"]
+    return f"{title}\n\n{tabulate(rows, headers=headers)}"
 
 
 def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device) -> str:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,20 +61,23 @@ class EngineStats:
 class _Stream:
     """Records of one request on their way to its caller.
 
-    Invariant: nothing follows a finished record or an error.
+    Invariant: nothing follows the finished records of all answers or an error.
+
+    Attributes:
+        last: of each answer, or None while there is none.
     """
 
-    def __init__(self, number: int, request_id: str, prompt_len: int) -> None:
+    def __init__(self, number: int, request_id: str, prompt_len: int, num_samples: int) -> None:
         self.number = number
         self.request_id = request_id
         self.prompt_len = prompt_len
-        self.last: RequestOutput | None = None
+        self.last: list[RequestOutput | None] = [None] * num_samples
         self._waiting: deque[RequestOutput] = deque()
         self._error: EngineError | None = None
         self._news = asyncio.Event()
 
     def put(self, record: RequestOutput) -> None:
-        self.last = record
+        self.last[record.sample_idx] = record
         self._waiting.append(record)
         self._news.set()
 
@@ -176,6 +179,7 @@ class AsyncEngineClient:
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt; the request is sent with the first ``anext``.
 
+        The records of ``n`` answers come mixed; the iterator ends when all of them have.
         Closing the iterator, or cancelling the task in it, ends the request.  A caller that is slow delays nobody else.
 
         Args:
@@ -208,13 +212,15 @@ class AsyncEngineClient:
         if request_id in self._open_ids:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         self._border.send_multipart(frames)
-        stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES)
+        stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES, params.n)
         self._open_ids[request_id] = number
+        num_open = params.n
         is_done = False
         try:
             while not is_done:
                 for record in await stream.take():
-                    is_done = record.finished
+                    num_open -= record.finished
+                    is_done = num_open == 0
                     yield record
         except EngineError:
             is_done = True
@@ -345,23 +351,25 @@ class AsyncEngineClient:
             del self._open_ids[stream.request_id]
 
     def _finish_aborted(self, number: int) -> None:
-        """A last record for a request that was aborted, unless it ended before."""
+        """A last record for every answer of a request that was aborted, unless it ended before."""
         stream = self._streams.get(number)
-        if stream is None or (stream.last is not None and stream.last.finished):
+        if stream is None:
             return
-        end: dict[str, Any] = {"token_id": None, "finished": True, "finish_reason": FinishReason.ABORT}
-        if stream.last is not None:
-            stream.put(replace(stream.last, **end, token_logprobs=None, top_token_ids=(), top_logprobs=()))
-            return
-        stream.put(
-            RequestOutput(
-                request_id=stream.request_id,
-                prompt_len=stream.prompt_len,
-                num_output_tokens=0,
-                max_num_batched_tokens=self.facts.max_num_batched_tokens,
-                **end,
-            )
-        )
+        for sample_idx, last in enumerate(stream.last):
+            if last is None or not last.finished:
+                stream.put(
+                    RequestOutput(
+                        request_id=stream.request_id,
+                        prompt_len=last.prompt_len if last is not None else stream.prompt_len,
+                        token_id=None,
+                        finished=True,
+                        finish_reason=FinishReason.ABORT,
+                        num_output_tokens=last.num_output_tokens if last is not None else 0,
+                        max_num_batched_tokens=self.facts.max_num_batched_tokens,
+                        num_cached_tokens=last.num_cached_tokens if last is not None else 0,
+                        sample_idx=sample_idx,
+                    )
+                )
 
     # Messages.
 

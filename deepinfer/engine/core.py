@@ -4,31 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from deepinfer.engine.prompt import check_params
+from deepinfer.engine.samples import SEPARATOR, Samples
+from deepinfer.errors import RequestError
 from deepinfer.executor.executor import Executor, Pending
 from deepinfer.executor.worker import Picture
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import Request, RequestOutput
+from deepinfer.scheduler.budget import DraftBudget
 from deepinfer.scheduler.scheduler import Limits, Scheduler, SchedulerStats
-from deepinfer.step import StepPlan
+from deepinfer.step import StepPlan, StepResult
 
 
 class EngineCore:
     """One scheduler and one executor.
 
-    Invariant: a request is known to both or to neither; at most one step is in flight between two calls.
+    Invariant: a request is known to both or to neither; at most one step is in flight between two calls.  Both know a request
+    that wants several answers as that many requests; callers know it by its own id.
 
     Attributes:
         scheduler: owner of requests, pages and slots.
         executor: runs the steps.
         is_async: whether step N+1 is planned while step N runs; otherwise every step is waited for.
+        last_step: the step that was committed last, for whoever measures.
     """
 
-    def __init__(self, executor: Executor, kv: KVManager, limits: Limits, *, is_async: bool = True) -> None:
-        """Serve with ``executor`` within ``limits``."""
-        self.scheduler = Scheduler(kv, limits)
+    def __init__(
+        self,
+        executor: Executor,
+        kv: KVManager,
+        limits: Limits,
+        *,
+        budget: DraftBudget | None = None,
+        is_async: bool = True,
+    ) -> None:
+        """Serve with ``executor`` within ``limits``; ``budget`` as for the scheduler."""
+        self.scheduler = Scheduler(kv, limits, budget)
         self.is_async = is_async
         self.executor = executor
+        self.last_step: tuple[StepPlan, StepResult] | None = None
         self._in_flight: tuple[StepPlan, Pending] | None = None
+        self._samples = Samples()
 
     @property
     def is_idle(self) -> bool:
@@ -37,26 +53,56 @@ class EngineCore:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
-        return self.scheduler.num_unfinished
+        """Requests that have not ended; one with several answers counts once."""
+        is_unfinished = self.scheduler.is_unfinished
+        answers = [sum(is_unfinished(part) for part in parts) for parts in self._samples.groups()]
+        return self.scheduler.num_unfinished - sum(max(0, count - 1) for count in answers)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether such a request is known and has an answer that has not ended."""
+        return request_id in self._samples or (SEPARATOR not in request_id and self.scheduler.is_unfinished(request_id))
 
     def add(self, request: Request, pictures: Sequence[Picture] = ()) -> None:
         """Take a request in; raises :class:`RequestError` for one that can never be served."""
-        self.scheduler.add(request)
-        self.executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
+        self._enter(request, pictures, None)
 
     def fork(self, request_id: str, request: Request, pictures: Sequence[Picture] = ()) -> None:
         """Branch a running request: ``request`` goes on from its tokens, sharing their memory."""
-        self.scheduler.fork(request_id, request)
-        self.executor.add(request.request_id, request.params, len(request.prompt_token_ids), pictures)
+        self._enter(request, pictures, self._samples.parts(request_id)[0])
+
+    def _enter(self, request: Request, pictures: Sequence[Picture], parent: str | None) -> None:
+        """Take in all answers of a request, or none; those behind the first branch from it unless all branch from ``parent``."""
+        check_params(request.params, self.executor.worker.config)
+        parts = self._samples.split(request)
+        if not request.request_id:
+            raise RequestError("the request id is empty; choose another")
+        if self.is_unfinished(request.request_id):
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
+        entered: list[str] = []
+        try:
+            for part in parts:
+                if parent is None:
+                    self.scheduler.add(part)
+                    parent = part.request_id
+                else:
+                    self.scheduler.fork(parent, part)
+                entered.append(part.request_id)
+        except RequestError:
+            self.scheduler.abort(entered)
+            raise
+        for part in parts:
+            self.executor.add(part.request_id, part.params, len(part.prompt_token_ids), pictures)
+        self._samples.enter(request, parts)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
-        """Drop requests; returns how many were there, and how many tokens they had."""
-        present = [request_id for request_id in dict.fromkeys(request_ids) if self.scheduler.is_unfinished(request_id)]
-        result = self.scheduler.abort(present)
-        for request_id in present:
-            self.executor.remove(request_id)
-        return result
+        """Drop requests with all their answers; returns how many were there, and how many tokens their answers had."""
+        present = [request_id for request_id in dict.fromkeys(request_ids) if self.is_unfinished(request_id)]
+        parts = [part for request_id in present for part in self._samples.parts(request_id) if self.scheduler.is_unfinished(part)]
+        _, num_tokens = self.scheduler.abort(parts)
+        for part in parts:
+            self.executor.remove(part)
+        self._samples.drop(present)
+        return len(present), num_tokens
 
     def step(self) -> list[RequestOutput]:
         """One turn: plan and launch the next step, then commit the one before it.
@@ -92,8 +138,9 @@ class EngineCore:
             outputs = self.scheduler.take_outputs()
         else:
             plan, pending = step
-            outputs = self.scheduler.commit(plan, pending.result())
+            self.last_step = plan, pending.result()
+            outputs = self.scheduler.commit(*self.last_step)
         for output in outputs:
             if output.finished:
                 self.executor.remove(output.request_id)
-        return outputs
+        return self._samples.relabel(outputs)

@@ -3,7 +3,7 @@
 A message is a MessagePack array in the first frame of a ZeroMQ multipart message; bulk (token ids, images) follows in frames of
 its own and is never copied into it.  Both ends are DEALER sockets with one peer, in a private folder.
 
-No queue has a limit, because what can be in one has: the core sends at most ``max_tokens`` records for a request, so a client
+No queue has a limit, because what can be in one has: the core sends at most ``max_tokens`` records for an answer, so a client
 that does not read holds up nobody and costs no more memory than the outputs it asked for.
 
 Beside the socket runs the *lifeline*, a pair of connected stream sockets: when a process ends, however it ends, the other one

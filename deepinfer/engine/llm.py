@@ -106,7 +106,8 @@ class LLM:
             multi_modal_data: per prompt ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height).
 
         Returns:
-            Texts in the order of the prompts, or with ``decode_sequence=False`` the records of each prompt's tokens.
+            Texts in the order of the prompts, or with ``decode_sequence=False`` the records of each text's tokens.  The ``n``
+            answers to a prompt stand side by side.
 
         Raises:
             RequestError: a prompt or a parameter is not usable; nothing was generated.
@@ -122,7 +123,7 @@ class LLM:
         use_tqdm: bool = True,
         multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
     ) -> list[list[RequestOutput]]:
-        """:meth:`generate`, always with the records of each prompt's tokens."""
+        """:meth:`generate`, always with the records of each text's tokens."""
         ready = self._prompts(prompts, prompt_token_ids, multi_modal_data)
         params = _one_each(sampling_params, len(ready))
         core = self._running()
@@ -133,30 +134,36 @@ class LLM:
             unfinished = set(request_ids)
             with tqdm(total=len(request_ids), unit="prompt", desc="generating", disable=not use_tqdm) as bar:
                 while unfinished:
-                    ended = {output.request_id for output in self._turn(core) if output.finished} & unfinished
+                    last = {output.request_id for output in self._turn(core) if output.finished} & unfinished
+                    ended = {request_id for request_id in last if not core.is_unfinished(request_id)}
                     unfinished -= ended
                     bar.update(len(ended))
-            return [list(self._boxes[request_id]) for request_id in request_ids]
+            answers: list[list[RequestOutput]] = []
+            for request_id, each in zip(request_ids, params, strict=True):
+                answers += _by_sample(self._boxes[request_id], each.n)
+            return answers
         finally:
             self._end(core, request_ids)
 
     def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, token by token; closing the iterator ends the request.
+        """Complete one prompt, token by token; closing the iterator ends the request.  ``n`` answers come mixed.
 
         Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.
         """
         (ready,) = self._prompts(prompt, None, None)
         core = self._running()
-        request_id = self._add(core, ready, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        request_id = self._add(core, ready, params)
         box = self._boxes[request_id]
+        num_open = params.n
         try:
-            while True:
+            while num_open:
+                if not box:
+                    self._turn(core)
                 while box:
                     output = box.popleft()
+                    num_open -= output.finished
                     yield output
-                    if output.finished:
-                        return
-                self._turn(core)
         finally:
             self._end(core, [request_id])
 
@@ -195,7 +202,7 @@ class LLM:
 
     def _end(self, core: EngineCore, request_ids: Iterable[str]) -> None:
         """Forget requests, ended or not."""
-        unfinished = [request_id for request_id in request_ids if core.scheduler.is_unfinished(request_id)]
+        unfinished = [request_id for request_id in request_ids if core.is_unfinished(request_id)]
         core.abort(unfinished)
         self._observer.aborted(unfinished)
         for request_id in request_ids:
@@ -233,6 +240,14 @@ class LLM:
             except RequestError as error:
                 raise type(error)(f"prompt {number}: {error}") from error
         return ready
+
+
+def _by_sample(records: Iterable[RequestOutput], num_samples: int) -> list[list[RequestOutput]]:
+    """Records of each answer."""
+    answers: list[list[RequestOutput]] = [[] for _ in range(num_samples)]
+    for record in records:
+        answers[record.sample_idx].append(record)
+    return answers
 
 
 def _one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

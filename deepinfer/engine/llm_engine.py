@@ -127,7 +127,7 @@ class LLMEngine:
         """Drop requests; unknown ones are passed over, and no record of the others comes any more.
 
         Returns:
-            How many were there, and how many tokens they had.
+            How many were there, and how many tokens they had, those of all answers together.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         counts = self._core().abort(ids)
@@ -136,6 +136,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Turn the loop once; returns the tokens of the step before, none on the first turn.
+
+        A request with ``n`` answers has ended when each of them had a finished record; ``sample_idx`` tells them apart.
 
         Raises:
             StepFailed: the step broke; the engine cannot go on.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import platform
 import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -20,15 +21,19 @@ from torch import Tensor
 
 from deepinfer.config import EngineArgs, ModelConfig, cache_dir, config_json, load_config, named_config
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.executor.clock import StepClock
 from deepinfer.executor.executor import Executor
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
+from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.vision import VisionTower
 from deepinfer.model.weights import random_tensors, read_checkpoint, write_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
+from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits
 from deepinfer.tokenizer import IMAGE, Tokenizer, byte_tokenizer
 
@@ -37,6 +42,13 @@ _SPARE_PAGES = 64
 """Pages beyond what running requests can use, for prefixes of ended ones, at least."""
 _CPU_KV_BYTES = 2 << 30
 """Most KV memory taken on a CPU, where nothing says how much of it is ours."""
+
+_CLOCK_CONTEXT = 8192
+"""Tokens behind which steps are timed, where requests may be that long."""
+_CPU_CLOCK_ROWS, _CPU_CLOCK_RUNS = 64, 1
+"""Most rows of a step that is timed on a CPU, and how often: behind them time grows in proportion, what runs refines the rest,
+and the start must not take minutes."""
+_CLOCK_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +142,11 @@ def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, mo
         tensors = read_checkpoint(model_dir, config, progress=progress)
     model = Flash(config, tensors, compression, device=device)
     tower = VisionTower(config, tensors, device=device) if config.vision is not None else None
-    layout = KVLayout(config, page_tokens=args.tokens_per_block)
+    drafter = None
+    if args.num_drafts:
+        temperatures = args.draft_temperatures + (1.0,) * (config.dspark_block_size - args.num_drafts)
+        drafter = Drafter(model, tensors, temperatures=temperatures)
+    layout = _layout(args, config)
     num_slots = _num_slots(args)
     return Worker(
         config,
@@ -139,12 +155,22 @@ def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, mo
         layout,
         num_pages=_num_pages(args, layout, num_slots, device),
         num_slots=num_slots,
+        max_model_len=args.max_model_len,
+        drafter=drafter,
+        num_drafts=args.num_drafts,
+        draft_mode=args.draft_sampling,
+        banned_token_ids=args.banned_token_ids,
         replay_mode="mask" if args.decoder_replay == "mask" else "compact",
         guard_syncs=args.sync_guard,
     )
 
 
-def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor) -> EngineCore:
+def _layout(args: EngineArgs, config: ModelConfig) -> KVLayout:
+    """Addresses with room for what a round may take back."""
+    return KVLayout(config, page_tokens=args.tokens_per_block, max_drafts=args.max_backtracking_tokens - 1)
+
+
+def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor, *, progress: bool) -> EngineCore:
     worker = executor.worker
     keep = _decoder_keep(args)
     exact_replay = config.exact_replay_tokens(is_decoder_bounded=keep > 0)
@@ -169,8 +195,69 @@ def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor) -> En
         max_sum_keys=args.max_sum_keys,
         decoder_keep_tokens=keep,
         save_states=args.enable_prefix_cache,
+        num_drafts=args.num_drafts,
     )
-    return EngineCore(executor, kv, limits, is_async=args.asynchronous)
+    budget = None
+    if args.num_drafts and args.adaptive_drafts:
+        budget = DraftBudget(worker.num_slots, args.num_drafts, _step_times(args, config, executor, progress=progress))
+    return EngineCore(executor, kv, limits, budget=budget, is_async=args.asynchronous)
+
+
+def time_steps(
+    worker: Worker, *, num_drafts: int, max_rows: int, context: int, num_runs: int = 5, progress: bool = False
+) -> CostCurve:
+    """Profile a worker that does nothing else, in its own thread.
+
+    Args:
+        num_drafts: of a round; the worker has slots for rounds of ``max_rows`` rows.
+        max_rows: of the largest step.
+        context: tokens behind which the requests stand, at least 1 and 2 + 2 ``num_drafts`` below the longest request.
+        num_runs, progress: as for :func:`measure_curve`.
+
+    Cost: ``num_runs`` + 1 times two steps of every size of :func:`step_sizes`.
+    """
+    sizes = step_sizes(max_rows)
+    clock = StepClock(worker, num_drafts=num_drafts, max_rows=max_rows, context=context)
+    try:
+        # The reference backend captures nothing and rounds nothing up, so that times lie on lines between the sizes.
+        return measure_curve(clock.measure_ms, sizes, max_padded_rows=sizes[0], num_runs=num_runs, progress=progress)
+    finally:
+        clock.close()
+
+
+def _step_times(args: EngineArgs, config: ModelConfig, executor: Executor, *, progress: bool) -> CostCurve:
+    """Time of a step by its rows: from disk, or measured now and written there."""
+    worker = executor.worker
+    device = worker.model.device
+    is_cpu = device.type == "cpu"
+    rows_per_request = 1 + args.num_drafts
+    context = max(1, min(_CLOCK_CONTEXT, args.max_model_len - 2 * rows_per_request))
+    max_rows = args.max_num_seqs * rows_per_request
+    num_runs = _CLOCK_RUNS
+    if is_cpu:
+        max_rows, num_runs = min(max_rows, _CPU_CLOCK_ROWS), _CPU_CLOCK_RUNS
+    key: CurveKey = {
+        "model": json.dumps(config_json(config), sort_keys=True),
+        "device": f"{torch.get_num_threads()} threads" if is_cpu else torch.cuda.get_device_name(device),
+        "machine": platform.node(),
+        "torch": torch.__version__,
+        "backend": REFERENCE,
+        "num_drafts": args.num_drafts,
+        "draft_sampling": args.draft_sampling,
+        "page_tokens": args.tokens_per_block,
+        "context": context,
+        "sizes": json.dumps(step_sizes(max_rows)),
+    }
+    curve = load_curve(args.decode_perf_cache_dir, args.decode_perf_cache_ttl_s, key)
+    if curve is None:
+        num_drafts = args.num_drafts
+        curve = executor.call(
+            lambda: time_steps(
+                worker, num_drafts=num_drafts, max_rows=max_rows, context=context, num_runs=num_runs, progress=progress
+            )
+        )
+        save_curve(args.decode_perf_cache_dir, key, curve)
+    return curve
 
 
 def _decoder_keep(args: EngineArgs) -> int:
@@ -193,12 +280,12 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
     bind(REFERENCE)
     executor = Executor(lambda: _build_worker(args, config, torch.from_numpy(compression), model_dir, progress=progress))
-    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, executor))
+    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, executor, progress=progress))
 
 
 def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_classes: int) -> None:
     """Whether settings, configuration and tokenizer belong together."""
-    keep, window = _decoder_keep(args), KVLayout(config, page_tokens=args.tokens_per_block).ring_tokens
+    keep, window = _decoder_keep(args), _layout(args, config).ring_tokens
     if keep and keep < window:
         raise ConfigError(
             f"decoder_replay_keep_tokens={keep} is less than the {window} tokens of a window with room for drafts; "
@@ -208,6 +295,18 @@ def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_
         raise ConfigError(
             f"max_model_len={args.max_model_len} exceeds the model's {config.max_position_embeddings} positions; lower it"
         )
+    if args.num_drafts > config.dspark_block_size or (args.num_drafts and not config.num_nextn_predict_layers):
+        most = config.dspark_block_size if config.num_nextn_predict_layers else 0
+        raise ConfigError(
+            f"num_drafts={args.num_drafts} is more than the {most} drafts that the model was trained to make at once; "
+            f"use 0 to {most} (DEEPINFER_USE_NEXTN_DECODE)"
+        )
+    for token_id in args.banned_token_ids:
+        if token_id >= config.vocab_size:
+            raise ConfigError(
+                f"banned_token_ids names {token_id}, the vocabulary ends at {config.vocab_size - 1}; "
+                "leave it out (DEEPINFER_DECODE_TOKEN_BLACKLIST)"
+            )
     if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json promises "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepinfer.metrics import Metrics, Snapshot
 from deepinfer.request import FinishReason, Request, RequestOutput
@@ -20,12 +20,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Life:
-    """An unfinished request; times in seconds of one clock."""
+    """An unfinished request; times in seconds of one clock.
+
+    Attributes:
+        first: when its first token came.
+        firsts, lasts: when the first and the last token of each of its answers came.
+        num_output: tokens of the answers that have ended.
+        num_open: answers that have not.
+    """
 
     arrived: float
     num_prompt: int
+    num_open: int
     first: float | None = None
-    last: float = 0.0
+    firsts: dict[int, float] = field(default_factory=dict)
+    lasts: dict[int, float] = field(default_factory=dict)
+    num_output: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +67,7 @@ class Observer:
 
     def arrived(self, request: Request, now: float) -> None:
         """The engine took a request in."""
-        self._lives[request.request_id] = _Life(arrived=now, num_prompt=len(request.prompt_token_ids))
+        self._lives[request.request_id] = _Life(arrived=now, num_prompt=len(request.prompt_token_ids), num_open=request.params.n)
         self.metrics.observe("request_params_max_tokens", request.params.max_tokens)
 
     def refused(self, error: Exception) -> None:
@@ -78,18 +88,22 @@ class Observer:
         """
         metrics, window = self.metrics, self._window
         latencies: Counter[float] = Counter()
-        num_tokens = 0
+        num_tokens = num_verified = 0
         for output in outputs:
             life = self._lives.get(output.request_id)
             if life is None:
                 continue
             if output.token_id is not None:
                 num_tokens += 1
-                if life.first is None:
-                    self._first_token(life, now)
+                num_verified += output.draft_tok
+                last = life.lasts.get(output.sample_idx)
+                if last is not None:
+                    latencies[now - last] += 1
                 else:
-                    latencies[now - life.last] += 1
-                life.last = now
+                    life.firsts[output.sample_idx] = now
+                    if life.first is None:
+                        self._first_token(life, now)
+                life.lasts[output.sample_idx] = now
             if output.finished:
                 self._finished(output, life, now)
         for latency, times in latencies.items():
@@ -97,6 +111,8 @@ class Observer:
         metrics.add("generation_tokens", num_tokens)
         metrics.observe("step_time_seconds", seconds)
         metrics.observe("iteration_tokens_total", num_tokens)
+        if num_verified:
+            metrics.observe("spec_decode_verified_drafts", num_verified)
         window.output_tokens += num_tokens
         window.steps += 1
         window.busy_s += seconds
@@ -116,14 +132,20 @@ class Observer:
         self._window.first_token_s += now - life.arrived
 
     def _finished(self, output: RequestOutput, life: _Life, now: float) -> None:
-        del self._lives[output.request_id]
+        """An answer has ended, and the request with its last one."""
         metrics = self.metrics
+        life.num_output += output.num_output_tokens
+        life.num_open -= 1
+        first = life.firsts.get(output.sample_idx)
+        if first is not None and output.num_output_tokens > 1:
+            metrics.observe("request_time_per_output_token_seconds", (now - first) / (output.num_output_tokens - 1))
+        if life.num_open:
+            return
+        del self._lives[output.request_id]
         metrics.add("request_success", label=output.finish_reason or "")
         metrics.observe("e2e_request_latency_seconds", now - life.arrived)
         metrics.observe("request_prompt_tokens", life.num_prompt)
-        metrics.observe("request_generation_tokens", output.num_output_tokens)
-        if life.first is not None and output.num_output_tokens > 1:
-            metrics.observe("request_time_per_output_token_seconds", (now - life.first) / (output.num_output_tokens - 1))
+        metrics.observe("request_generation_tokens", life.num_output)
 
     def _take_over(self, stats: SchedulerStats) -> None:
         """Copy the scheduler's counts into the metrics."""
@@ -138,6 +160,11 @@ class Observer:
         metrics.put("prefix_cache_queries", stats.num_asked_tokens)
         metrics.put("prefix_cache_hits", stats.num_hit_tokens)
         metrics.put("replayed_tokens", stats.num_replayed_tokens)
+        metrics.put("spec_decode_num_drafts", stats.num_rounds)
+        for name, by_position in (("draft", stats.num_verified_drafts), ("accepted", stats.num_accepted_drafts)):
+            metrics.put(f"spec_decode_num_{name}_tokens", sum(by_position))
+            for position, count in enumerate(by_position):
+                metrics.put(f"spec_decode_num_{name}_tokens_per_pos", count, label=str(position))
 
     def _log(self) -> None:
         """One line about the steps since the last one, with rates over the time in which there was work."""
@@ -150,7 +177,7 @@ class Observer:
         rows, tokens = stats.num_computed_tokens - before.num_computed_tokens, stats.num_output_tokens - before.num_output_tokens
         logger.info(
             "step %d: %.1f steps/s, %.0f prompt tokens/s, %.0f output tokens/s; running %d, waiting %d; "
-            "pages %.1f %%, slots %.1f %%, hit rate %.1f %%; first token after %.2f s; preempted %d, aborted %d",
+            "pages %.1f %%, slots %.1f %%, hit rate %.1f %%; first token after %.2f s; preempted %d, aborted %d%s",
             stats.num_steps,
             window.steps / window.busy_s,
             (rows - tokens + window.first_tokens) / window.busy_s,
@@ -163,4 +190,24 @@ class Observer:
             window.first_token_s / max(1, window.first_tokens),
             stats.num_preempted - before.num_preempted,
             window.aborted,
+            _speculation(stats, before),
         )
+
+
+def _speculation(stats: SchedulerStats, before: SchedulerStats) -> str:
+    """What the log line says of the rounds since ``before``; nothing without any."""
+    num_rounds = stats.num_rounds - before.num_rounds
+    if not num_rounds:
+        return ""
+    verified, accepted = (
+        [after - before for after, before in zip(*pair, strict=True)]
+        for pair in (
+            (stats.num_verified_drafts, before.num_verified_drafts),
+            (stats.num_accepted_drafts, before.num_accepted_drafts),
+        )
+    )
+    shares = " ".join(f"{100 * each / num_rounds:.0f}" for each in accepted)
+    return (
+        f"; accepted length {1 + sum(accepted) / num_rounds:.2f} of {1 + sum(verified) / num_rounds:.2f} verified, "
+        f"drafts accepted by position {shares} % of rounds"
+    )

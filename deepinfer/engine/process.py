@@ -244,7 +244,7 @@ class CoreProcess:
         if records:
             self._send(ipc.Outputs(numbers=[self._numbers[each.request_id] for each in records], records=records))
         for each in records:
-            if each.finished:
+            if each.finished and each.request_id in self._numbers and not self._core.is_unfinished(each.request_id):
                 del self._ids[self._numbers.pop(each.request_id)]
         self._num_turns += 1
         if self._num_turns % self._args.gc_interval_steps == 0:

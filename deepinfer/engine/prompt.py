@@ -13,6 +13,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.errors import RequestError
 from deepinfer.executor.worker import Picture
 from deepinfer.images import load_image, plan_image, prepare_pixels
+from deepinfer.request import SamplingParams
 from deepinfer.tokenizer import IMAGE, Tokenizer
 
 MultiModalData = Mapping[str, Any]
@@ -60,6 +61,30 @@ def checked_ids(given: Iterable[Any], config: ModelConfig) -> list[int]:
             )
         ids.append(int(each))
     return ids
+
+
+def check_params(params: SamplingParams, config: ModelConfig) -> None:
+    """Refuse token ids in sampling parameters that an answer of this model cannot have.
+
+    Raises:
+        RequestError: says which parameter and which id.
+    """
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": (token_id for token_id, _ in params.bias_pairs),
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+        "golden_token_ids": params.golden_token_ids or (),
+    }
+    for name, ids in named.items():
+        for each in ids:
+            if each >= config.vocab_size:
+                raise RequestError(f"{name} has {each}, outside the vocabulary of {config.vocab_size}; use ids below that")
+    if config.image_token_id in (params.golden_token_ids or ()):
+        raise RequestError(f"golden_token_ids has {config.image_token_id}, which stands for pictures; answers have none")
+    allowed = range(config.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if params.has_token_mask and not set(allowed) - set(params.banned_token_ids) - {config.image_token_id}:
+        raise RequestError("allowed_token_ids and banned_token_ids leave no token that an answer may have; allow more")
 
 
 def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: ModelConfig) -> Prompt:

@@ -30,7 +30,17 @@ from deepinfer.scheduler.budget import CostCurve
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+_TILE = 32
+"""Rows that products round up to."""
+_MAX_STRIDES = 16
 CurveKey: TypeAlias = Mapping[str, str | int | float | bool]
+
+
+def step_sizes(max_rows: int) -> list[int]:
+    """Rows to time: doubling up to a tile, then at most 16 equal strides of whole tiles, the last one cut at ``max_rows``."""
+    stride = _TILE * -(-max_rows // (_MAX_STRIDES * _TILE))
+    sizes = {8, 16, _TILE, *range(stride, max_rows, stride)}
+    return [*sorted(size for size in sizes if size < max_rows), max_rows]
 
 
 def measure_curve(

@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from deepinfer.errors import StepFailed
-from deepinfer.executor.worker import Launched, Picture, Worker
+from deepinfer.executor.sample import Launched
+from deepinfer.executor.worker import Picture, Worker
 from deepinfer.request import SamplingParams
 from deepinfer.step import StepPlan, StepResult
 

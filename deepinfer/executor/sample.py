@@ -1,105 +1,112 @@
-"""Logits -> tokens, for rows with different parameters; launched without waiting, read back later."""
+"""What a step decided, on its way to the host: copied without waiting, read when somebody needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.executor.rows import RowTable
-from deepinfer.ops.sampling import sample, top_logprobs
+from deepinfer.executor.speculate import Decided
 from deepinfer.request import SamplingParams
-from deepinfer.step import Sampled
+from deepinfer.step import Sampled, StepResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """What sampling knows of the vocabulary.
-
-    Attributes:
-        allowed: [vocab_size] bool on the device: ids that an answer may contain.
-        is_eos: [vocab_size] bool on the device.
-    """
-
-    allowed: Tensor
-    is_eos: Tensor
-
-    @classmethod
-    def build(cls, vocab_size: int, *, eos_token_id: int, forbidden: Sequence[int], device: torch.device) -> Vocabulary:
-        """Masks on ``device``; ``forbidden`` ids are never sampled."""
-        allowed = torch.ones(vocab_size, dtype=torch.bool)
-        allowed[list(forbidden)] = False
-        is_eos = torch.arange(vocab_size) == eos_token_id
-        return cls(allowed=allowed.to(device), is_eos=is_eos.to(device))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRows:
-    """Tokens of a step on their way to the host; :meth:`read` once ``ready`` has passed.
-
-    Attributes:
-        ids, logprobs: [num_rows].
-        top_ids, top_values: [num_rows, most asked for].
-        ready: event after which the host copies are complete, or None where they always are.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-    ready: torch.cuda.Event | None
-
-    def read(self, params: Sequence[SamplingParams]) -> list[Sampled]:
-        """Wait, then one record a row; ``params`` in the order of the rows."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        rows = zip(
-            self.ids.tolist(), self.logprobs.tolist(), self.top_ids.tolist(), self.top_values.tolist(), params, strict=True
-        )
-        return [
-            Sampled(
-                token_id=token_id,
-                logprob=logprob,
-                top_token_ids=tuple(top_ids[: each.top_logprobs]),
-                top_logprobs=tuple(top_values[: each.top_logprobs]),
-            )
-            for token_id, logprob, top_ids, top_values, each in rows
-        ]
-
-
-def _to_host(values: Tensor) -> Tensor:
+def to_host(values: Tensor) -> Tensor:
     """Start a copy to the host."""
     if values.device.type == "cpu":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
-def launch_sampling(
-    logits: Tensor, params: Sequence[SamplingParams], slots: Tensor, positions: Tensor, table: RowTable, vocabulary: Vocabulary
-) -> SampledRows:
-    """Sample one token a row and remember it as the slot's last.
+class Stopwatch:
+    """Time that the device spends between two points of the work it is given."""
 
-    Args:
-        logits: [num_rows, vocab_size] fp32 or fp64.
-        params: one a row, on the host.
-        slots, positions: [num_rows] int64; position of the token being decided.
+    def __init__(self, device: torch.device) -> None:
+        """Start."""
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        else:
+            self._start = time.perf_counter()
+
+    def stop(self) -> None:
+        """Mark the end."""
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._seconds = time.perf_counter() - self._start
+
+    def wait_ms(self) -> float:
+        """Wait for the end; milliseconds."""
+        if self._events is None:
+            return self._seconds * 1e3
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step on its way; :meth:`result` waits for it.
+
+    Attributes:
+        request_ids, params: of the requests in ``decided``.
+        decided: copies on the host, complete once ``stopwatch`` has stopped; None if nothing was decided.
+        prompt_logprobs: request id -> [num_targets] copies on the host.
+        confidences: [num_drafting, num_drafts] copy on the host, or None.
+        stopwatch: of the step.
     """
-    filters = any(not each.is_greedy and (each.top_k != -1 or each.top_p < 1) for each in params)
-    rows = table.gather(slots, filters=filters)
-    is_held_back = (positions < rows.eos_from).unsqueeze(1)
-    mask = vocabulary.allowed & ~(is_held_back & vocabulary.is_eos)
-    ids, logprobs = sample(logits, rows.sampling, positions, mask=mask)
-    table.last_tokens[slots] = ids
-    most = min(max(each.top_logprobs for each in params), logits.shape[1])
-    if most:
-        top_ids, top_values = top_logprobs(logits, most)
-    else:
-        top_ids, top_values = ids.new_empty(len(params), 0), logprobs.new_empty(len(params), 0)
-    copies = [_to_host(each) for each in (ids, logprobs, top_ids, top_values)]
-    ready = None
-    if logits.device.type == "cuda":
-        ready = torch.cuda.Event()
-        ready.record()
-    return SampledRows(ids=copies[0], logprobs=copies[1], top_ids=copies[2], top_values=copies[3], ready=ready)
+
+    request_ids: Sequence[str]
+    params: Sequence[SamplingParams]
+    decided: Decided | None
+    prompt_logprobs: Mapping[str, Tensor]
+    confidences: Tensor | None
+    stopwatch: Stopwatch
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it did."""
+        duration_ms = self.stopwatch.wait_ms()
+        sampled = {}
+        if self.decided is not None:
+            decided = self.decided
+            columns = zip(
+                self.request_ids,
+                self.params,
+                decided.num_accepted.tolist(),
+                decided.num_drafts.tolist(),
+                decided.token_ids.tolist(),
+                decided.logprobs.tolist(),
+                decided.top_ids.tolist(),
+                decided.top_logprobs.tolist(),
+                decided.confidences.tolist(),
+                strict=True,
+            )
+            for name, params, num_accepted, num_drafts, ids, logprobs, top_ids, top_values, confidences in columns:
+                count, most = num_accepted + 1, params.top_logprobs
+                sampled[name] = Sampled(
+                    token_ids=tuple(ids[:count]),
+                    logprobs=tuple(logprobs[:count]),
+                    top_token_ids=tuple(tuple(each[:most]) for each in top_ids[:count]),
+                    top_logprobs=tuple(tuple(each[:most]) for each in top_values[:count]),
+                    num_drafts=num_drafts,
+                    confidences=tuple(confidences[:num_drafts]),
+                )
+        empty = np.empty((0, 0), dtype=np.float32)
+        return StepResult(
+            sampled=sampled,
+            prompt_logprobs={name: tuple(values.tolist()) for name, values in self.prompt_logprobs.items()},
+            confidences=empty if self.confidences is None else self.confidences.numpy(),
+            duration_ms=duration_ms,
+        )
+
+
+def on_host(decided: Decided) -> Decided:
+    """Start copies of everything that was decided to the host."""
+    fields = {name: to_host(getattr(decided, name)) for name in Decided.__slots__}
+    return Decided(**fields)

@@ -13,16 +13,23 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.executor.rows import RowTable
-from deepinfer.executor.sample import SampledRows, Vocabulary, launch_sampling
+from deepinfer.executor.rules import TokenRules
+from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
+from deepinfer.executor.speculate import Speculator
 from deepinfer.images import ImagePlan
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
+from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import ReplayMode, StepInputs
 from deepinfer.model.vision import VisionTower
 from deepinfer.ops.quant import to_device
+from deepinfer.ops.sampling import DraftMode, token_logprobs
 from deepinfer.request import SamplingParams
-from deepinfer.step import PLACEHOLDER, Chunk, StepPlan, StepResult
+from deepinfer.step import PLACEHOLDER, StepPlan
+
+_LOGIT_ROWS = 256
+"""Rows of logits made at a time for prompts: 132 MB with the full vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +50,8 @@ class _Known:
     """What the worker remembers of an unfinished request."""
 
     params: SamplingParams
-    num_prompt: int
+    num_tokens_max: int
     image_features: Tensor | None
-
-
-class Launched:
-    """A step on its way; :meth:`result` waits for it."""
-
-    def __init__(self, chunks: Sequence[Chunk], params: Sequence[SamplingParams], rows: SampledRows | None) -> None:
-        self._request_ids = [chunk.request_id for chunk in chunks]
-        self._params = params
-        self._rows = rows
-
-    def result(self) -> StepResult:
-        """Tokens of the chunks that asked for logits."""
-        sampled = self._rows.read(self._params) if self._rows is not None else []
-        return StepResult(sampled=dict(zip(self._request_ids, sampled, strict=True)))
 
 
 class Worker:
@@ -80,12 +73,21 @@ class Worker:
         *,
         num_pages: int,
         num_slots: int,
+        max_model_len: int,
+        drafter: Drafter | None = None,
+        num_drafts: int = 0,
+        draft_mode: DraftMode = "coupled",
+        banned_token_ids: Sequence[int] = (),
         replay_mode: ReplayMode = "compact",
         guard_syncs: bool = True,
     ) -> None:
         """Allocate the caches beside ``model`` on its device.
 
         Args:
+            max_model_len: prompt plus output tokens of one request.
+            drafter, num_drafts: makes so many drafts a round; None and 0 decode token by token.
+            draft_mode: how drafts are chosen and verified.
+            banned_token_ids: never sampled.
             replay_mode: how rows in front of a decoder floor are kept out of the decoder half.
             guard_syncs: whether a launch that waits for a GPU is an error.
         """
@@ -103,9 +105,19 @@ class Worker:
                 torch.cuda.set_sync_debug_mode("error")
                 torch.cuda.set_sync_debug_mode("default")
         self._cache = KVCache(layout, num_pages=num_pages, num_slots=num_slots, device=model.device)
-        self._rows = RowTable(num_slots, model.device)
-        self._vocabulary = Vocabulary.build(
-            config.vocab_size, eos_token_id=config.eos_token_id, forbidden=(config.image_token_id,), device=model.device
+        self._max_model_len = max_model_len
+        device, vocab_size = model.device, config.vocab_size
+        self._rows = RowTable(
+            num_slots,
+            num_drafts,
+            device,
+            draft_vocab=vocab_size if draft_mode == "sampled" else 0,
+            draft_dtype=torch.float64 if model.exact else torch.float32,
+        )
+        forbidden = (config.image_token_id, *banned_token_ids)
+        self._rules = TokenRules(vocab_size, eos_token_id=config.eos_token_id, forbidden=forbidden, device=device)
+        self._speculator = Speculator(
+            self._rows, self._rules, drafter, mode=draft_mode, num_drafts=num_drafts, eos_token_id=config.eos_token_id
         )
         self._known: dict[str, _Known] = {}
         self._owners: dict[int, str] = {}  # slot -> request whose row it holds
@@ -123,11 +135,14 @@ class Worker:
             assert self.tower is not None, "pictures are accepted only with a vision tower"
             encoded = [self.tower.span(torch.from_numpy(each.pixels), each.plan.tokens_w) for each in pictures]
             features = torch.cat(encoded)
-        self._known[request_id] = _Known(params=params, num_prompt=num_prompt, image_features=features)
+        num_tokens_max = min(num_prompt + params.max_tokens, self._max_model_len)
+        self._known[request_id] = _Known(params=params, num_tokens_max=num_tokens_max, image_features=features)
+        self._rules.add(request_id, params, num_prompt)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; its id may be used again."""
         del self._known[request_id]
+        self._rules.remove(request_id)
         self._owners = {slot: owner for slot, owner in self._owners.items() if owner != request_id}
 
     @torch.inference_mode()
@@ -142,34 +157,71 @@ class Worker:
             torch.cuda.set_sync_debug_mode("default")
 
     def _launch(self, plan: StepPlan) -> Launched:
+        stopwatch = Stopwatch(self.model.device)
         restores = [(chunk.restore_from, chunk.slot) for chunk in plan.chunks if chunk.restore_from is not None]
         self._cache.copy_pages(plan.page_copies)
         self._cache.copy_slots(restores)
-        features = {}
-        for chunk in plan.chunks:
-            if chunk.request_id == PLACEHOLDER:
-                continue
-            known = self._known[chunk.request_id]
-            if self._owners.get(chunk.slot) != chunk.request_id:
-                self._rows.write(chunk.slot, known.params, known.num_prompt)
-                self._owners[chunk.slot] = chunk.request_id
-            if known.image_features is not None:
-                features[chunk.request_id] = known.image_features
+        features = self._take_chunks(plan)
+        rounds = self._speculator.lay_out(plan)
         inputs = StepInputs.build(
             plan,
             config=self.config,
             layout=self.layout,
             device=self.model.device,
             image_features=features,
-            last_tokens=self._rows.last_tokens,
+            rounds=rounds,
             replay_mode=self.replay_mode,
         )
-        logits = self.model.forward(inputs, self._cache)
+        outputs = self.model.run(inputs, self._cache)
+        prompt_logprobs, hidden = self._prompt_logprobs(plan, outputs.hidden)
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds]
+        params = [self._known[name].params for name in names]
+        decided = None
+        if names:
+            decided = self._speculator.decide(sampling, plan.rounds, rounds, self.model.logits(hidden), params)
+        confidences = self._speculator.draft(plan, rounds, decided, outputs.aux, inputs.decoder, self._cache)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
-        wanted = [chunk for chunk in plan.chunks if chunk.num_logits]
-        if not wanted:
-            return Launched([], [], None)
-        params = [self._known[chunk.request_id].params for chunk in wanted]
-        numbers = torch.tensor([[chunk.slot for chunk in wanted], [chunk.end for chunk in wanted]], dtype=torch.int64)
-        slots, positions = to_device(numbers, self.model.device)
-        return Launched(wanted, params, launch_sampling(logits, params, slots, positions, self._rows, self._vocabulary))
+        if decided is not None and any(each.save_to for each in plan.rounds):
+            self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
+        launched = Launched(
+            request_ids=names,
+            params=params,
+            decided=on_host(decided) if decided is not None else None,
+            prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
+            confidences=to_host(confidences) if confidences is not None else None,
+            stopwatch=stopwatch,
+        )
+        stopwatch.stop()
+        return launched
+
+    def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:
+        """Give slots to the requests that begin in them; features of the requests' image positions."""
+        features = {}
+        for chunk in plan.chunks:
+            if chunk.request_id == PLACEHOLDER:
+                continue
+            known = self._known[chunk.request_id]
+            if self._owners.get(chunk.slot) != chunk.request_id:
+                self._rows.write(chunk.slot, known.params, known.num_tokens_max)
+                self._owners[chunk.slot] = chunk.request_id
+            if chunk.history_ids is not None:
+                self._rules.start(chunk.request_id, chunk.history_ids)
+            if known.image_features is not None:
+                features[chunk.request_id] = known.image_features
+        return features
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Log-probabilities of the prompts' tokens that were asked for, and the rows of ``hidden`` that are left."""
+        if not any(chunk.num_targets for chunk in plan.chunks):
+            return {}, hidden
+        found, left, first = {}, [], 0
+        for chunk in plan.chunks:
+            behind = first + chunk.num_targets
+            if chunk.target_ids is not None and chunk.num_targets:
+                ids = to_device(torch.from_numpy(chunk.target_ids.astype(np.int64)), hidden.device)
+                parts = zip(hidden[first:behind].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True)
+                found[chunk.request_id] = torch.cat([token_logprobs(self.model.logits(rows), wanted) for rows, wanted in parts])
+            first += chunk.num_logits
+            left.append(hidden[behind:first])
+        return found, torch.cat([*left, hidden[first:]])

@@ -44,6 +44,11 @@ class KVCache:
         for source, target in pairs:
             self._rows(self._states, self.layout.slot_bytes)[target] = self._rows(self._states, self.layout.slot_bytes)[source]
 
+    def copy_slots_on_device(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole slots that only the device knows: [n] int64 each; a target may be named twice only if it is slot 0."""
+        rows = self._rows(self._states, self.layout.slot_bytes)
+        rows[targets] = rows[sources]
+
     @staticmethod
     def _rows(buffer: Tensor, row_bytes: int) -> Tensor:
         return buffer.view(-1, row_bytes)

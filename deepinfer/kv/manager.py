@@ -95,6 +95,7 @@ class Holding:
     __slots__ = (
         "_array",
         "_copied_page",
+        "_given_up",
         "_save_to",
         "_saved",
         "_view",
@@ -115,6 +116,7 @@ class Holding:
         self._copied_page: int | None = None
         self._save_to: int | None = None
         self._saved: _Saved | None = None
+        self._given_up: _Saved | None = None  # what the slot that is saved to held before
         self._array = np.empty(0, dtype=np.int32)
         self._view = self._array
         self._append(page_ids)
@@ -445,10 +447,19 @@ class KVManager:
         if before is not None and self._saved.get(before.key) is before and self._slots.counts[before.slot] == 0:
             self._slots.hold(before.slot)
             self._forget(before)
-            holding._save_to = before.slot
+            holding._save_to, holding._given_up = before.slot, before
         elif self._slots.num_available:
             holding._save_to = self._take_slot()
         return holding._save_to
+
+    def unsaved(self, holding: Holding) -> None:
+        """Nothing was copied to the slot that :meth:`save_slot` gave: it is free, or holds the state of before again."""
+        slot, holding._save_to = holding._save_to, None
+        assert slot is not None, "a slot is given back that save_slot did not give"
+        state, holding._given_up = holding._given_up, None
+        if state is not None and state.key in self.index and state.key not in self._saved:
+            self._saved[state.key] = self._saved_in[slot] = holding._saved = state
+        self._drop_slot(slot)
 
     def saved(self, holding: Holding, chain: PageChain, num_tokens: int, *, decoder_floor: int | None = None) -> None:
         """The copy of the state at ``num_tokens`` is in a complete plan: it can be found as soon as the page before it can.
@@ -458,7 +469,7 @@ class KVManager:
             num_tokens: a page boundary.
             decoder_floor: where the request's decoder half begins; None if that runs over all tokens.
         """
-        slot, holding._save_to = holding._save_to, None
+        slot, holding._save_to, holding._given_up = holding._save_to, None, None
         assert slot is not None, "a state was copied to a slot that save_slot did not give"
         assert num_tokens % self._page_tokens == 0, f"a state at {num_tokens} is not at a page boundary and can never be hit"
         assert num_tokens >= holding.num_hit_tokens, f"the state at {num_tokens} lies inside a replay and is not whole"

@@ -24,6 +24,7 @@ from deepinfer.model.inputs import LayerInputs
 from deepinfer.model.moe import MoE
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
+from deepinfer.ops.attention import Spans
 from deepinfer.ops.quant import PackedWeight, linear_fp8, repack_fp8, round_mxfp8, unpack
 from deepinfer.ops.sampling import DraftMode, SamplingRows, markov_step
 
@@ -226,7 +227,7 @@ class Drafter:
             positions=(anchor_positions.unsqueeze(1) + offsets).flatten(),
             requests=requests.expand(-1, self.width).flatten(),
             is_image=torch.zeros(num_requests * self.width, dtype=torch.bool, device=device),
-            spans=(),
+            spans=Spans(chunks=(), rounds=(), positions=nothing, round_rows=nothing.view(0, 0)),
             slots=slots,
             starts=anchor_positions,
             page_ids=nothing,

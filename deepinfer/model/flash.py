@@ -149,7 +149,7 @@ class Flash:
                 block.compressor(x, now, cache, rotations)
             if layer == config.num_encoder_layers and inputs.decoder_rows is not None:
                 # Everything that the decoder half remembers for ever is stored; only some rows have to go through it.
-                if not inputs.decoder.spans:
+                if not len(inputs.decoder.positions):
                     break
                 kept = inputs.decoder_rows
                 streams, x, x8, mix = streams[kept], x[kept], x8[kept], mix.rows(kept)

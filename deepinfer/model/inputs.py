@@ -5,6 +5,10 @@ derived from them there.
 
 The two halves of the network may run over different rows of a step: with bounded replay the decoder half sees only the last
 tokens of a prompt.  So each half has :class:`LayerInputs` of its own, and a step that makes no difference shares one.
+
+Rows of chunks come first; the host knows them.  Rows of rounds follow; how many each round has, and where they stand, is on the
+device alone (:class:`~deepinfer.ops.sampling.RoundRows`).  The host knows how many they are in all, and rows that no round takes
+belong to page 0 and slot 0.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.kv.layout import KVLayout
-from deepinfer.ops.attention import Span
+from deepinfer.ops.attention import Span, Spans
 from deepinfer.ops.quant import to_device
-from deepinfer.step import PENDING, Chunk, StepPlan
+from deepinfer.ops.sampling import RoundRows
+from deepinfer.step import Chunk, Round, StepPlan
 
 ReplayMode = Literal["compact", "mask"]
 """How rows in front of a chunk's ``decoder_floor`` are kept out of the decoder half: removed, or computed without window keys."""
@@ -48,13 +53,16 @@ class StoreRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """Some rows of a step, seen by a layer.  Requests are numbered 0 … num_requests-1 in the order of their rows.
+    """Some rows of a step, seen by a layer.
+
+    Requests are numbered 0 … num_requests-1: those of chunks, then those of rounds, in the order of their rows, and if there are
+    rounds nobody, whom their left-over rows belong to.
 
     Attributes:
         positions: [num_tokens] int64.
         requests: [num_tokens] int64, whose token a row is.
         is_image: [num_tokens] bool.
-        spans: per request, on the host.
+        spans: whose tokens the rows are, as far as the host knows.
         slots, starts: [num_requests] int64.
         page_ids: [num_step_pages] int64, the requests' pages one behind the other.
         window_rows: [num_tokens, sliding_window] int64: row of each visible window key among [sliding_window - 1 earlier keys of
@@ -67,7 +75,7 @@ class LayerInputs:
     positions: Tensor
     requests: Tensor
     is_image: Tensor
-    spans: tuple[Span, ...]
+    spans: Spans
     slots: Tensor
     starts: Tensor
     page_ids: Tensor
@@ -115,60 +123,66 @@ class StepInputs:
         layout: KVLayout,
         device: torch.device,
         image_features: Mapping[str, Tensor] | None = None,
-        last_tokens: Tensor | None = None,
+        rounds: RoundRows | None = None,
         replay_mode: ReplayMode = "compact",
     ) -> StepInputs:
         """Inputs of ``plan`` on ``device``.
 
         Args:
             image_features: request id -> [num_image_positions, hidden] embeddings of all its image positions, in order.
-            last_tokens: [num_slots] int64, the token that each slot's request sampled last; needed for pending tokens.
+            rounds: rows of the plan's rounds, if it has any.
             replay_mode: what happens to rows in front of a chunk's decoder floor.
         """
         chunks = plan.chunks
-        token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+        assert (rounds is None) == (not plan.rounds), "rounds have rows"
+        num_round_rows = 0 if rounds is None else len(rounds.positions)
+        token_ids = np.concatenate([np.empty(0, dtype=np.int32), *(chunk.token_ids for chunk in chunks)])
         is_image = token_ids == config.image_token_id
         host = _Transfer()
         host["token_ids"] = token_ids
         host["image_rows"] = np.flatnonzero(is_image)
-        host["lookback_rows"] = _tails(_spans(chunks, layout), layout.lookback_ring)
+        host["lookback_rows"] = _tails(_spans(chunks, layout), layout.lookback_ring, num_round_rows)
         before = [(chunk, chunk.lookback_ids) for chunk in chunks if chunk.lookback_ids is not None]
         host["restored_slots"] = [chunk.slot for chunk, ids in before for _ in ids]
         host["restored_positions"] = [chunk.start - len(ids) + number for chunk, ids in before for number in range(len(ids))]
         host["restored_ids"] = [int(token_id) for _, ids in before for token_id in ids]
 
-        encoder = _LayerNumbers(host, "encoder", chunks, is_image, layout, floor=lambda chunk: chunk.window_floor)
+        others = (plan.rounds, num_round_rows)
+        encoder = _LayerNumbers(host, "encoder", chunks, *others, is_image, layout, floor=lambda each: each.window_floor)
         # A floor that lies in front of every window of a chunk neither removes rows nor hides keys.
         reach = config.sliding_window - 1
-        differs = any(chunk.decoder_floor > max(chunk.window_floor, chunk.start - reach) for chunk in chunks)
+        requests: tuple[Chunk | Round, ...] = (*chunks, *plan.rounds)
+        differs = any(each.decoder_floor > max(each.window_floor, each.start - reach) for each in requests)
         decoder = encoder
         if differs:
             kept = np.ones(len(token_ids), dtype=bool)
             decoder_chunks: Sequence[Chunk] = chunks
             if replay_mode == "compact":
-                kept = np.concatenate([np.arange(chunk.start, chunk.end) >= chunk.decoder_floor for chunk in chunks])
+                positions = [np.arange(chunk.start, chunk.end) >= chunk.decoder_floor for chunk in chunks]
+                kept = np.concatenate([kept[:0], *positions])
                 decoder_chunks = [_from(chunk, chunk.decoder_floor) for chunk in chunks if chunk.end > chunk.decoder_floor]
-            host["decoder_rows"] = np.flatnonzero(kept)
+            host["decoder_rows"] = np.append(np.flatnonzero(kept), np.arange(len(kept), len(kept) + num_round_rows))
             decoder = _LayerNumbers(
                 host,
                 "decoder",
                 decoder_chunks,
+                *others,
                 is_image[kept],
                 layout,
-                floor=lambda chunk: max(chunk.window_floor, chunk.decoder_floor),
+                floor=lambda each: max(each.window_floor, each.decoder_floor),
             )
         wanted = [
             np.arange(span.first_row + span.num_rows - chunk.num_logits, span.first_row + span.num_rows)
-            for span, chunk in zip(decoder.spans, decoder.chunks, strict=True)
+            for span, chunk in zip(decoder.chunk_spans, decoder.chunks, strict=True)
         ]
-        host["logit_rows"] = np.concatenate(wanted or [_NOTHING])
+        wanted.append(np.arange(decoder.num_chunk_rows, decoder.num_chunk_rows + num_round_rows))
+        host["logit_rows"] = np.concatenate(wanted)
 
         there = host.send(device)
-        encoder_inputs = encoder.derive(there, config, layout, device)
+        encoder_inputs = encoder.derive(there, rounds, config, layout, device)
         ids = there["token_ids"]
-        if (token_ids == PENDING).any():
-            assert last_tokens is not None, "pending tokens are on the device"
-            ids = torch.where(ids == PENDING, last_tokens[encoder_inputs.slots[encoder_inputs.requests]], ids)
+        if rounds is not None:
+            ids = torch.cat([ids, rounds.token_ids])
         image_embeddings = None
         if is_image.any():
             assert image_features is not None, "image positions have features"
@@ -182,7 +196,7 @@ class StepInputs:
             restored_positions=there["restored_positions"],
             restored_ids=there["restored_ids"],
             encoder=encoder_inputs,
-            decoder=encoder_inputs if decoder is encoder else decoder.derive(there, config, layout, device),
+            decoder=encoder_inputs if decoder is encoder else decoder.derive(there, rounds, config, layout, device),
             decoder_rows=there["decoder_rows"] if differs else None,
             logit_rows=there["logit_rows"],
         )
@@ -207,42 +221,71 @@ class _LayerNumbers:
         host: _Transfer,
         name: str,
         chunks: Sequence[Chunk],
+        rounds: Sequence[Round],
+        num_round_rows: int,
         is_image: npt.NDArray[np.bool_],
         layout: KVLayout,
         *,
-        floor: Callable[[Chunk], int],
+        floor: Callable[[Chunk | Round], int],
     ) -> None:
         self.chunks = tuple(chunks)
-        self.spans = _spans(self.chunks, layout)
+        self.chunk_spans = spans = _spans(self.chunks, layout)
+        self.num_chunk_rows = len(is_image)
+        num_pages = spans[-1].first_page + spans[-1].num_pages if spans else 0
+        self.round_spans = _round_spans(rounds, num_pages)
         self._name = name
-        spans = self.spans
+        self._width = max((span.num_rows for span in self.round_spans), default=0)
+        self._num_requests = len(chunks) + len(rounds) + bool(rounds)
+        requests: tuple[Chunk | Round, ...] = (*self.chunks, *rounds)
+        nobody = [0] if rounds else []
+        nobodys_page = [[0]] if rounds else []
+        end = self.round_spans[-1].first_page + self.round_spans[-1].num_pages if rounds else num_pages
+        first_pages = [span.first_page for span in (*spans, *self.round_spans)]
         columns: dict[str, list[npt.ArrayLike]] = {
             "positions": [np.arange(chunk.start, chunk.end) for chunk in self.chunks],
             "requests": [np.full(span.num_rows, number) for number, span in enumerate(spans)],
-            "is_image": [is_image],
-            "slots": [[chunk.slot for chunk in self.chunks]],
+            "is_image": [is_image, np.zeros(num_round_rows)],
+            "slots": [[each.slot for each in requests], nobody],
             "starts": [[chunk.start for chunk in self.chunks]],
             "first_rows": [[span.first_row for span in spans]],
-            "first_pages": [[span.first_page for span in spans]],
-            "window_floors": [[floor(chunk) for chunk in self.chunks]],
-            "write_floors": [[chunk.write_floor for chunk in self.chunks]],
-            "page_ids": [chunk.page_ids for chunk in self.chunks],
-            "ring_rows": [_tails(spans, layout.ring_tokens)],
-            "compressor_rows": [_tails(spans, layout.compressor_ring)],
+            "first_pages": [first_pages, [end] if rounds else []],
+            "window_floors": [[floor(each) for each in requests], nobody],
+            "write_floors": [[chunk.write_floor for chunk in self.chunks], [0] * len(rounds), nobody],
+            "page_ids": [*(each.page_ids for each in requests), *nobodys_page],
+            "ring_rows": [_tails(spans, layout.ring_tokens, num_round_rows)],
+            "compressor_rows": [_tails(spans, layout.compressor_ring, num_round_rows)],
         }
         for column, parts in columns.items():
             host[f"{name}.{column}"] = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts] or [_NOTHING])
 
-    def derive(self, there: Mapping[str, Tensor], config: ModelConfig, layout: KVLayout, device: torch.device) -> LayerInputs:
+    def derive(
+        self,
+        there: Mapping[str, Tensor],
+        rounds: RoundRows | None,
+        config: ModelConfig,
+        layout: KVLayout,
+        device: torch.device,
+    ) -> LayerInputs:
         def column(name: str) -> Tensor:
             return there[f"{self._name}.{name}"]
 
         positions, requests, starts, page_ids = (column(name) for name in ("positions", "requests", "starts", "page_ids"))
+        first_rows, round_rows = column("first_rows"), positions.new_empty(0, 0)
+        if rounds is not None:
+            num_rows = self.num_chunk_rows + len(rounds.positions)
+            nobody = starts.new_zeros(1)
+            places = torch.arange(self._width, device=device)
+            round_rows = self.num_chunk_rows + rounds.first_rows.unsqueeze(1) + places
+            round_rows = torch.where(places <= rounds.lens.unsqueeze(1), round_rows, num_rows)
+            positions = torch.cat([positions, rounds.positions])
+            requests = torch.cat([requests, len(self.chunks) + rounds.owners])
+            starts = torch.cat([starts, rounds.starts, nobody])
+            first_rows = torch.cat([first_rows, self.num_chunk_rows + rounds.first_rows, nobody])
         # Window keys: the earlier ones of each request, then the step's own.
         reach = config.sliding_window - 1
-        start, first, floor = (column(name)[requests].unsqueeze(1) for name in ("starts", "first_rows", "window_floors"))
+        start, first, floor = (each[requests].unsqueeze(1) for each in (starts, first_rows, column("window_floors")))
         key_positions = positions.unsqueeze(1) + torch.arange(-reach, 1, device=device)
-        own = len(self.spans) * reach + first + key_positions - start
+        own = self._num_requests * reach + first + key_positions - start
         earlier = requests.unsqueeze(1) * reach + key_positions - start + reach
         window_rows = torch.where(key_positions >= start, own, earlier).masked_fill_(key_positions < floor, -1)
 
@@ -260,7 +303,7 @@ class _LayerNumbers:
             positions=positions,
             requests=requests,
             is_image=column("is_image").bool(),
-            spans=self.spans,
+            spans=Spans(chunks=self.chunk_spans, rounds=self.round_spans, positions=positions, round_rows=round_rows),
             slots=column("slots"),
             starts=starts,
             page_ids=page_ids,
@@ -270,6 +313,16 @@ class _LayerNumbers:
             compressor_rows=column("compressor_rows"),
             store_rows=store_rows,
         )
+
+
+def _round_spans(rounds: Sequence[Round], first_page: int) -> tuple[Span, ...]:
+    """Bounds of where the tokens of rounds stand; their pages follow ``first_page`` others."""
+    spans: list[Span] = []
+    for each in rounds:
+        num_rows, num_pages = each.max_drafts + 1, len(each.page_ids)
+        spans.append(Span(first_row=0, num_rows=num_rows, start=each.start_max, first_page=first_page, num_pages=num_pages))
+        first_page += num_pages
+    return tuple(spans)
 
 
 def _spans(chunks: Sequence[Chunk], layout: KVLayout) -> tuple[Span, ...]:
@@ -285,10 +338,12 @@ def _spans(chunks: Sequence[Chunk], layout: KVLayout) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _tails(spans: Sequence[Span], length: int) -> npt.NDArray[np.int64]:
-    """Rows of the last ``length`` tokens of each request: what a ring of that length keeps."""
+def _tails(spans: Sequence[Span], length: int, num_round_rows: int) -> npt.NDArray[np.int64]:
+    """Rows of the last ``length`` tokens of each chunk, and all of the rounds: what a ring of that length keeps."""
     ends = [(span.first_row + span.num_rows, min(length, span.num_rows)) for span in spans]
-    return np.concatenate([np.arange(end - count, end) for end, count in ends] or [_NOTHING])
+    num_chunk_rows = ends[-1][0] if ends else 0
+    rounds = np.arange(num_chunk_rows, num_chunk_rows + num_round_rows)
+    return np.concatenate([*(np.arange(end - count, end) for end, count in ends), rounds])
 
 
 def _from(chunk: Chunk, floor: int) -> Chunk:

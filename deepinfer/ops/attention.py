@@ -49,8 +49,8 @@ class Span:
     """Where one request stands in a step; plain host numbers.
 
     Attributes:
-        first_row, num_rows: its tokens in the step.
-        start: position of the first of them.
+        first_row, num_rows: its tokens in the step; of a round of decoding, 0 and how many there are at most.
+        start: position of the first of them; of a round, the greatest it may be.
         first_page, num_pages: its pages in ``page_ids``.
     """
 
@@ -59,6 +59,23 @@ class Span:
     start: int
     first_page: int
     num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Whose tokens the rows of a step are.
+
+    Attributes:
+        chunks: requests whose rows the host knows; they come first, in order.
+        rounds: requests whose rows only the device knows: an anchor and drafts.
+        positions: [num_tokens] int64.
+        round_rows: [num_rounds, width] int64, rows of each round's tokens; num_tokens where it has fewer.
+    """
+
+    chunks: tuple[Span, ...]
+    rounds: tuple[Span, ...]
+    positions: Tensor
+    round_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,17 +189,17 @@ def index_query(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """Scores of some consecutive tokens of a step.
+    """Scores of some tokens of a step.
 
     Attributes:
-        rows: which tokens.
+        rows: [num_rows] int64 which tokens, or a slice of them; num_tokens stands for none.
         scores: [num_rows, num_entries] wide; -inf where an entry is not visible yet.  Every row's columns are the entries of its
             own request.
         visible: [num_rows, 1] int64 entries that each token sees.
         first_entries: [num_rows, 1] int64 step row of each token's first entry.
     """
 
-    rows: slice
+    rows: slice | Tensor
     scores: Tensor
     visible: Tensor
     first_entries: Tensor
@@ -192,30 +209,27 @@ class _Scored:
         return torch.where(entries >= 0, entries + self.first_entries, -1)
 
 
-def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: tuple[Span, ...]) -> Iterator[_Scored]:
-    """Scores of all tokens of a step, in order: a request's chunk at a time, single tokens many requests at a time."""
-    for run in _runs(spans, store.ratio):
-        if len(run) > 1:
-            yield _score_single_rows(q, head_weights, store, page_ids, run)
-        else:
-            yield _score_span(q, head_weights, store, page_ids, run[0])
+def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans) -> Iterator[_Scored]:
+    """Scores of all tokens of a step: a chunk at a time, rounds many at a time."""
+    for span in spans.chunks:
+        yield _score_chunk(q, head_weights, store, page_ids, span)
+    if spans.rounds:
+        q, head_weights = (torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in (q, head_weights))
+        for first, last in _runs(spans.rounds, store.ratio):
+            yield _score_rounds(q, head_weights, store, page_ids, spans, slice(first, last))
 
 
-def _runs(spans: tuple[Span, ...], ratio: int) -> Iterator[list[Span]]:
-    """Requests whose tokens are scored together: neighbours with one token each, as long as padding to the longest is cheap."""
-    run: list[Span] = []
-    longest = 0
-    for span in spans:
+def _runs(rounds: Sequence[Span], ratio: int) -> Iterator[tuple[int, int]]:
+    """Rounds that are scored together, first and behind the last: neighbours, as long as padding to the longest is cheap."""
+    first = longest = 0
+    for number, span in enumerate(rounds):
         tiles = max(1, -(-((span.start + span.num_rows) // ratio) // _SCORE_KEYS))
         grown = max(longest, tiles)
-        fits = grown * (len(run) + 1) <= _SCORE_TILES and grown <= 4 * min(tiles, longest or tiles)
-        if run and (span.num_rows > 1 or run[-1].num_rows > 1 or not fits):
-            yield run
-            run, grown = [], tiles
-        run.append(span)
+        if number > first and not (grown * (number + 1 - first) <= _SCORE_TILES and grown <= 4 * min(tiles, longest)):
+            yield first, number
+            first, grown = number, tiles
         longest = grown
-    if run:
-        yield run
+    yield first, len(rounds)
 
 
 def _key_tiles(store: IndexStore, pages: Tensor, num_entries: int, wide: torch.dtype) -> Tensor:
@@ -241,36 +255,49 @@ def _weigh(dots: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _score_single_rows(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Sequence[Span]) -> _Scored:
-    """Scores of requests with one token each; the products have the shape that :func:`_score_span` gives them."""
+def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans, which: slice) -> _Scored:
+    """Scores of some rounds; the products have the shape that :func:`_score_chunk` gives them.
+
+    ``q`` and ``head_weights`` have a row of zeros behind the last token, for tokens that a round lacks.
+    """
     num_heads, head_dim = q.shape[1:]
-    count, page_entries, wide = len(spans), store.values.shape[1], head_weights.dtype
-    visible = np.array([(span.start + 1) // store.ratio for span in spans])
-    num_entries = max(1, int(visible.max()))
-    first_pages = np.array([span.first_page for span in spans])
-    last_pages = first_pages + np.array([span.num_pages for span in spans]) - 1
+    page_entries, wide = store.values.shape[1], head_weights.dtype
+    run, rows = spans.rounds[which], spans.round_rows[which]
+    count, width = rows.shape
+    num_entries = max(1, *((span.start + span.num_rows) // store.ratio for span in run))
+    first_pages = np.array([span.first_page for span in run])
+    last_pages = first_pages + np.array([span.num_pages for span in run]) - 1
     pages = np.minimum(first_pages[:, None] + np.arange(-(-num_entries // page_entries)), last_pages[:, None])
     key_tiles = _key_tiles(store, page_ids[to_device(torch.from_numpy(pages), q.device)], num_entries, wide)
     num_tiles = key_tiles.shape[1]
+    flat_keys = key_tiles.flatten(0, 1)
 
     tile_tokens = max(1, _SCORE_ROWS // num_heads)
-    rows = slice(spans[0].first_row, spans[0].first_row + count)
-    tile = torch.nn.functional.pad(q[rows].to(wide).unsqueeze(2), (0, 0, 0, tile_tokens - 1))
-    by_head = tile.view(count, 1, num_heads * tile_tokens, head_dim).expand(-1, num_tiles, -1, -1)
-    dots = matmul_items(by_head.flatten(0, 1), key_tiles.flatten(0, 1)).view(count, num_tiles, num_heads, tile_tokens, -1)
-    total = _weigh(dots[..., :1, :], head_weights[rows].view(count, 1, num_heads, 1, 1))
-    sees = to_device(torch.from_numpy(visible), q.device).unsqueeze(1)
-    scores = total.flatten(1)[:, :num_entries]
+    scores = []
+    for first in range(0, width, tile_tokens):
+        part = rows[:, first : first + tile_tokens]
+        missing = tile_tokens - part.shape[1]
+        tile = torch.nn.functional.pad(q[part].to(wide), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
+        weights = torch.nn.functional.pad(head_weights[part], (0, 0, 0, missing)).transpose(1, 2).unsqueeze(-1)
+        by_head = tile.reshape(count, 1, num_heads * tile_tokens, head_dim).expand(-1, num_tiles, -1, -1)
+        dots = matmul_items(by_head.flatten(0, 1), flat_keys).view(count, num_tiles, num_heads, tile_tokens, -1)
+        scores.append(_weigh(dots, weights.unsqueeze(1)).transpose(1, 2).flatten(2)[:, : part.shape[1], :num_entries])
+    flat = rows.flatten()
+    positions = torch.cat([spans.positions, spans.positions.new_full((1,), -1)])[flat]
+    visible = ((positions + 1) // store.ratio).unsqueeze(1)
+    first_entries = to_device(torch.from_numpy(first_pages * page_entries), q.device)
     return _Scored(
-        rows=rows,
-        scores=scores.masked_fill(torch.arange(num_entries, device=q.device) >= sees, -torch.inf),
-        visible=sees,
-        first_entries=to_device(torch.from_numpy(first_pages * page_entries), q.device).unsqueeze(1),
+        rows=flat,
+        scores=torch.cat(scores, dim=1)
+        .flatten(0, 1)
+        .masked_fill_(torch.arange(num_entries, device=q.device) >= visible, -torch.inf),
+        visible=visible,
+        first_entries=first_entries.repeat_interleave(width).unsqueeze(1),
     )
 
 
-def _score_span(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> _Scored:
-    """Scores of one request's chunk, a tile of tokens at a time against the keys that its last token sees."""
+def _score_chunk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> _Scored:
+    """Scores of one chunk, a tile of tokens at a time against the keys that its last token sees."""
     num_heads, head_dim = q.shape[1:]
     wide = head_weights.dtype
     num_entries = (span.start + span.num_rows) // store.ratio
@@ -327,10 +354,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
 
 
+def _none(q: Tensor, count: int) -> Tensor:
+    """[num_tokens + 1, count] int64: nothing chosen for any token; the last row takes what belongs to none."""
+    return torch.full((q.shape[0] + 1, count), -1, device=q.device)
+
+
 @op(tolerance=0.0)
-def index_topk(
-    q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: tuple[Span, ...], top_k: int
-) -> Tensor:
+def index_topk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans, top_k: int) -> Tensor:
     """Choose each token's entries: the ``top_k`` of highest score among those it may see.
 
     score(t, j) = sum over heads of weight * max(0, q . key), for entries j < (position + 1) // ratio.
@@ -340,7 +370,7 @@ def index_topk(
         head_weights: [num_tokens, index_n_heads] wide.
         store: index keys, this step's included.
         page_ids: [num_step_pages] int64.
-        spans: the step's requests, in order.
+        spans: whose tokens the rows are.
         top_k: entries per token.
 
     Returns:
@@ -348,8 +378,10 @@ def index_topk(
 
     Tolerance: exact given the scores; a backend may differ only among scores closer than its own rounding.
     """
-    parts = _scored(q, head_weights, store, page_ids, spans)
-    return torch.cat([part.step_rows(_best(part.scores, top_k)) for part in parts])
+    rows = _none(q, top_k)
+    for part in _scored(q, head_weights, store, page_ids, spans):
+        rows[part.rows] = part.step_rows(_best(part.scores, top_k))
+    return rows[:-1]
 
 
 @op(tolerance=0.0)
@@ -358,7 +390,7 @@ def index_blocks(
     head_weights: Tensor,
     store: IndexStore,
     page_ids: Tensor,
-    spans: tuple[Span, ...],
+    spans: Spans,
     top_k: int,
     top_blocks: int,
     block_size: int,
@@ -375,15 +407,15 @@ def index_blocks(
         rows: [num_tokens, top_k] int64 step rows.
         blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, -1 padded.
     """
-    rows, blocks = [], []
+    rows, blocks = _none(q, top_k), _none(q, top_blocks)
     for part in _scored(q, head_weights, store, page_ids, spans):
-        rows.append(part.step_rows(_best(part.scores, top_k)))
+        rows[part.rows] = part.step_rows(_best(part.scores, top_k))
         padded = torch.nn.functional.pad(part.scores, (0, -part.scores.shape[1] % block_size), value=-torch.inf)
         block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
         newest = (part.visible - 1) // block_size
         is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
-        blocks.append(_best(block_scores.masked_fill(is_newest, torch.inf), top_blocks))
-    return torch.cat(rows), torch.cat(blocks)
+        blocks[part.rows] = _best(block_scores.masked_fill(is_newest, torch.inf), top_blocks)
+    return rows[:-1], blocks[:-1]
 
 
 @op(tolerance=0.0)
@@ -392,7 +424,7 @@ def index_topk_within(
     head_weights: Tensor,
     store: IndexStore,
     page_ids: Tensor,
-    spans: tuple[Span, ...],
+    spans: Spans,
     top_k: int,
     blocks: Tensor,
     block_size: int,
@@ -405,7 +437,8 @@ def index_topk_within(
     Returns:
         [num_tokens, top_k] int64 step rows.
     """
-    rows = []
+    rows = _none(q, top_k)
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, 1), value=-1)
     for part in _scored(q, head_weights, store, page_ids, spans):
         num_rows, num_entries = part.scores.shape
         num_blocks = -(-num_entries // block_size)
@@ -413,8 +446,8 @@ def index_topk_within(
         allowed = torch.zeros(num_rows, num_blocks + 1, dtype=torch.bool, device=q.device)
         allowed.scatter_(1, torch.where(own >= 0, own, num_blocks), True)
         entries = allowed[:, :num_blocks].repeat_interleave(block_size, dim=1)[:, :num_entries]
-        rows.append(part.step_rows(_best(part.scores.masked_fill(~entries, -torch.inf), top_k)))
-    return torch.cat(rows)
+        rows[part.rows] = part.step_rows(_best(part.scores.masked_fill(~entries, -torch.inf), top_k))
+    return rows[:-1]
 
 
 # --------------------------------------------------------------------------------------------------------------------- attention

@@ -391,31 +391,48 @@ def _compressor_cases() -> Iterator[Case]:
         yield from _sizes(attention.compress, partial(compress, ratio=ratio), rows("raw", "previous", "rotation"), name)
 
 
-def _spans(num_rows: int, page_tokens: int, far: int) -> tuple[attention.Span, ...]:
-    """A step of up to three requests: one token of a long context, a prompt's beginning, and a chunk that goes on from an odd
-    position."""
-    counts = [(far, 1), (0, (num_rows - 1) // 2), (page_tokens + 1, num_rows - 1 - (num_rows - 1) // 2)]
-    spans: list[attention.Span] = []
+def _spans(num_rows: int, page_tokens: int, far: int, device: torch.device) -> attention.Spans:
+    """A step of up to three requests: a prompt's beginning, a chunk that goes on from an odd position, and a round behind a long
+    context, which the host believes to stand further on."""
+    in_round = min(2, num_rows)
+    first, second = (num_rows - in_round) // 2, num_rows - in_round - (num_rows - in_round) // 2
+    counts = [(0, first), (page_tokens + 1, second)]
+    chunks: list[attention.Span] = []
     first_row = first_page = 0
     for start, count in counts:
         if count:
             num_pages = -(-(start + count) // page_tokens)
-            spans.append(
+            chunks.append(
                 attention.Span(first_row=first_row, num_rows=count, start=start, first_page=first_page, num_pages=num_pages)
             )
             first_row, first_page = first_row + count, first_page + num_pages
-    return tuple(spans)
+    bound = attention.Span(
+        first_row=0, num_rows=in_round + 1, start=far + 2, first_page=first_page, num_pages=-(-(far + in_round) // page_tokens)
+    )
+    positions = [start + number for start, count in (*counts, (far, in_round)) for number in range(count)]
+    return attention.Spans(
+        chunks=tuple(chunks),
+        rounds=(bound,),
+        positions=torch.tensor(positions, device=device),
+        round_rows=torch.tensor([[*range(first_row, num_rows), num_rows]], device=device),
+    )
 
 
-def _one_span_each(arguments: Arguments, index: Tensor) -> Arguments:
-    """``Case.take`` of the choosing operators: every token a request of its own, on the same pages."""
-    owners = [(span, offset) for span in arguments["spans"] for offset in range(span.num_rows)]
-    spans = tuple(
-        dataclasses.replace(span, first_row=row, num_rows=1, start=span.start + offset)
-        for row, (span, offset) in enumerate(owners[number] for number in index.tolist())
+def _one_round_each(arguments: Arguments, index: Tensor) -> Arguments:
+    """``Case.take`` of the choosing operators: every token a round of its own, on the same pages."""
+    spans: attention.Spans = arguments["spans"]
+    owners = [span for span in spans.chunks for _ in range(span.num_rows)]
+    owners += [spans.rounds[0]] * (len(spans.positions) - len(owners))
+    positions = spans.positions[index]
+    rounds = tuple(
+        dataclasses.replace(owners[row], first_row=0, num_rows=1, start=position)
+        for row, position in zip(index.tolist(), positions.tolist(), strict=True)
+    )
+    alone = attention.Spans(
+        chunks=(), rounds=rounds, positions=positions, round_rows=torch.arange(len(rounds), device=index.device).unsqueeze(1)
     )
     picked = {name: arguments[name][index] for name in ("q", "head_weights", "blocks") if name in arguments}
-    return arguments | picked | {"spans": spans}
+    return arguments | picked | {"spans": alone}
 
 
 def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Arguments:
@@ -424,8 +441,8 @@ def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Argument
     page_tokens = config.sliding_window
     page_entries = page_tokens // ratio
     far = ratio * (2 * config.candidate_topk_blocks * config.candidate_block_size + config.index_topk + 3)
-    spans = _spans(num_rows, page_tokens, far)
-    num_pages = spans[-1].first_page + spans[-1].num_pages
+    spans = _spans(num_rows, page_tokens, far, draw.device)
+    num_pages = spans.rounds[-1].first_page + spans.rounds[-1].num_pages
     q = draw.normal(num_rows, config.index_n_heads, config.index_head_dim)
     head_weights = draw.normal(num_rows, config.index_n_heads, dtype=draw.wide)
     if has_ties:
@@ -482,9 +499,9 @@ def _index_cases() -> Iterator[Case]:
         name = "ties" if has_ties else "distinct"
         for ratio in (1, 2):
             build = partial(topk, ratio=ratio, has_ties=has_ties)
-            yield from _sizes(attention.index_topk, build, _one_span_each, f"ratio {ratio}, {name}")
-        yield from _sizes(attention.index_blocks, partial(blocks, has_ties=has_ties), _one_span_each, name)
-        yield from _sizes(attention.index_topk_within, partial(within, has_ties=has_ties), _one_span_each, name)
+            yield from _sizes(attention.index_topk, build, _one_round_each, f"ratio {ratio}, {name}")
+        yield from _sizes(attention.index_blocks, partial(blocks, has_ties=has_ties), _one_round_each, name)
+        yield from _sizes(attention.index_topk_within, partial(within, has_ties=has_ties), _one_round_each, name)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -768,11 +785,18 @@ def _sampling_cases() -> Iterator[Case]:
             "confidence_temperature": 1.3,
         }
 
-    def lengths(draw: Draw, num_rows: int, has_ties: bool = False) -> Arguments:
+    def rounds(draw: Draw, num_rows: int, has_ties: bool = False, budget: int = 2) -> Arguments:
+        """``budget`` drafts a round, some rounds with less room than that, some rows of nobody."""
         width = draw.config.dspark_block_size
         confidences = draw.uniform(num_rows, width, dtype=torch.float32)
-        caps = draw.integers(-1, width + 2, num_rows)
-        return {"confidences": confidences.round() if has_ties else confidences, "budget": 2 * num_rows, "caps": caps}
+        return {
+            "confidences": confidences.round() if has_ties else confidences,
+            "budget": budget * num_rows,
+            "caps": draw.integers(-1, width + 2, num_rows),
+            "starts": draw.integers(0, 2**20, num_rows),
+            "token_ids": draw.integers(0, draw.config.vocab_size, num_rows, width + 1),
+            "num_rows": (budget + 1) * num_rows + 3,
+        }
 
     yield from _sizes(sampling.logits, head, rows("x"))
     processed, sampled = rows("logits", "rows", "bias", "mask"), rows("logits", "rows", "bias", "mask", "positions")
@@ -792,8 +816,10 @@ def _sampling_cases() -> Iterator[Case]:
     for mode in modes:
         take = rows("base_logits", "prev", "hidden", "rows", "anchor_positions")
         yield from _sizes(sampling.markov_step, partial(markov, mode=mode), take, mode)
-    yield from _sizes(sampling.schedule_lengths, lengths)
-    yield Case(op=sampling.schedule_lengths, name="ties", build=partial(lengths, has_ties=True), num_rows=17)
+    yield from _sizes(sampling.lay_out_rounds, rounds)
+    yield Case(op=sampling.lay_out_rounds, name="ties", build=partial(rounds, has_ties=True), num_rows=17)
+    yield Case(op=sampling.lay_out_rounds, name="all that the caps admit", build=partial(rounds, budget=9), num_rows=17)
+    yield Case(op=sampling.lay_out_rounds, name="anchors alone", build=partial(rounds, budget=0), num_rows=17)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- vision

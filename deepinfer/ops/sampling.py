@@ -10,7 +10,7 @@ All randomness is a pure function of (request seed, decided position, stream, dr
 and nothing has to be rolled back.  Streams are independent; sharing the noise of drafts and of emitted tokens would break the
 ratio test (DSpark paper, verification).
 
-Invariants: a row's result does not depend on the other rows, bit for bit (:func:`schedule_lengths` excepted: ranking requests
+Invariants: a row's result does not depend on the other rows, bit for bit (:func:`lay_out_rounds` excepted: ranking requests
 against each other is its purpose).  No body waits for the device.  Every row of logits has a finite maximum among the allowed
 tokens.
 
@@ -550,7 +550,7 @@ def markov_step(
 
     z = U + W2 W1[prev]; the draft is the best of z for greedy rows and in mode ``argmax``, else a draw from softmax(z / T).
     No filter, bias or mask applies: they are not needed for exactness.  The confidence does not look at the draft itself,
-    which :func:`schedule_lengths` relies on.
+    which :func:`lay_out_rounds` relies on.
 
     Args:
         base_logits: [num_rows, vocab] of slot k.
@@ -586,8 +586,6 @@ def markov_step(
     return drafts, logits, confidence
 
 
-# 0: products are taken left to right in fp32 and lengths are integers.
-@op(tolerance=0.0)
 def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) -> Tensor:
     """Spread a budget of drafts over the requests where they are most likely to survive.
 
@@ -617,3 +615,63 @@ def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) ->
     order = torch.sort(torch.where(allowed, survival, -1.0).flatten(), descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return ((rank < budget).view_as(allowed) & allowed).sum(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRows:
+    """The rows of a step's rounds, on the device.
+
+    Attributes:
+        starts: [num_rounds] int64 position of each anchor.
+        lens: [num_rounds] int64 drafts behind it.
+        first_rows: [num_rounds] int64 row of each anchor, counted from the first row of a round.
+        owners: [num_rows] int64 whose token a row is; num_rounds where it is nobody's.
+        offsets: [num_rows] int64 tokens before it in its round; 0 where the row is nobody's.
+        token_ids: [num_rows] int64, the same.
+        positions: [num_rows] int64, the same.
+    """
+
+    starts: Tensor
+    lens: Tensor
+    first_rows: Tensor
+    owners: Tensor
+    offsets: Tensor
+    token_ids: Tensor
+    positions: Tensor
+
+
+# 0: products are taken left to right in fp32, and everything else is integers.
+@op(tolerance=0.0)
+def lay_out_rounds(
+    confidences: Tensor, budget: Tensor | int, caps: Tensor, starts: Tensor, token_ids: Tensor, num_rows: int
+) -> RoundRows:
+    """Choose how many drafts each round verifies, and put anchors and those drafts into rows one behind the other.
+
+    Args:
+        confidences, budget, caps: as for :func:`schedule_lengths`; a budget that covers all caps verifies what these admit.
+        starts: [num_rounds] int64 position of each anchor, at least one.
+        token_ids: [num_rounds, width + 1] int64, anchors and drafts.
+        num_rows: rows to fill, at least sum(lens + 1).
+
+    Returns:
+        Rows of the rounds in their order, then of nobody.
+
+    Cost: no host sync, so that one captured graph serves every budget in a tensor.
+    """
+    lens = schedule_lengths(confidences, budget, caps)
+    ends = (lens + 1).cumsum(0)
+    first_rows = ends - lens - 1
+    rows = torch.arange(num_rows, device=starts.device)
+    owners = torch.searchsorted(ends, rows, right=True)
+    is_nobodys = owners == len(starts)
+    known = owners.clamp_max(len(starts) - 1)
+    offsets = torch.where(is_nobodys, 0, rows - first_rows[known])
+    return RoundRows(
+        starts=starts,
+        lens=lens,
+        first_rows=first_rows,
+        owners=owners,
+        offsets=offsets,
+        token_ids=torch.where(is_nobodys, 0, token_ids[known, offsets]),
+        positions=torch.where(is_nobodys, 0, starts[known] + offsets),
+    )

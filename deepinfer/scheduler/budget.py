@@ -1,7 +1,7 @@
 """How many drafts a step verifies: step time by number of rows, confidences of earlier rounds, and the best total.
 
 The host chooses the total only; the device splits it over the requests by the confidences of the drafts themselves
-(:func:`deepinfer.ops.sampling.schedule_lengths`).
+(:func:`deepinfer.ops.sampling.lay_out_rounds`).
 
 Invariant: the total never depends on the confidences of the drafts that it is for.  Draft k of a request is verified iff fewer
 than K positions of the batch rank before it.  Behind a given past, and for a given K, that is a matter of this request's drafts
@@ -30,9 +30,9 @@ _MAX_AGE = 5000
 class CostCurve:
     """Step time as a function of the rows of a step, all of them: anchors, drafts, tokens of prompts.
 
-    One rule: a step costs what the next measured size at or above it costs, because backends round up, to a captured graph or a
-    tile of rows.  Sizes beyond ``max_padded_rows`` stand for themselves: between them, and from ``max_padded_rows`` to the first
-    of them, cost is linear.  Beyond the largest size it goes on with the slope from half of that size.
+    One rule: up to ``max_padded_rows`` a step costs what the next size at or above it costs, because the backend rounds rows up
+    to a captured graph or a tile; beyond, cost is linear between sizes, and goes on behind the largest with the slope from half
+    of it.  A backend that rounds nothing up has the least size as ``max_padded_rows``.
 
     Invariant: cost never falls as rows grow; a dip in what was measured is lifted to the largest cost before it.
 
@@ -102,7 +102,7 @@ class CostCurve:
 
         A size with :data:`NUM_ENOUGH` samples or more costs their median, over the last 50; the others cost their profile times
         the median ratio of sample and profile, so that a machine that became slower as a whole keeps the form of its curve.
-        Steps beyond ``max_padded_rows`` are passed over.
+        A step between two sizes counts for the larger, scaled as the curve is there; one beyond all sizes is passed over.
 
         A sample counts from the next call on: the step that drew the drafts to be verified next must not have a say in how many
         of them are.
@@ -114,9 +114,11 @@ class CostCurve:
             self._take(*held)
 
     def _take(self, rows: int, ms: float) -> None:
-        if not (0 < rows <= self.max_padded_rows and 0 < ms < math.inf):
+        if not (0 < rows <= self.sizes[-1] and 0 < ms < math.inf):
             return
         size = int(np.searchsorted(self.sizes, rows))
+        if rows > self.max_padded_rows:
+            ms *= float(self._ms[size] / self.cost(np.array([rows]))[0])
         self._num_taken += 1
         count = int(self._num_samples[size])
         self._samples[size, count % _NUM_KEPT] = ms
@@ -165,7 +167,7 @@ def survivals(confidences: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floa
 def choose_total(
     survival: npt.NDArray[np.float64],
     caps: npt.NDArray[np.integer[Any]],
-    curve: CostCurve | None,
+    curve: CostCurve,
     *,
     max_rows: int,
     num_other_rows: int = 0,
@@ -181,7 +183,7 @@ def choose_total(
     Args:
         survival: [R, width] float64 in [0, 1], not increasing along a row.
         caps: [R] int, at most this many drafts of each request; below 0 counts as 0.
-        curve: None verifies all that caps and rows allow.
+        curve: step times.
         max_rows: rows of the step at most.
         num_other_rows: rows that are neither an anchor nor a draft of these requests.
         num_other_tokens: tokens that those rows will bring.
@@ -194,11 +196,9 @@ def choose_total(
     num_requests, width = survival.shape
     num_fixed = num_requests + num_other_rows
     offered: npt.NDArray[np.float64] = survival[np.arange(width) < caps[:, None]]
-    most = min(len(offered), max_rows - num_fixed)
+    most: int = min(len(offered), max_rows - num_fixed)
     if most <= 0:
         return 0
-    if curve is None:
-        return most
     offered.sort()
     tokens = np.empty(most + 1)
     tokens[0] = num_requests + num_other_tokens
@@ -215,10 +215,10 @@ class DraftBudget:
     it for a request that sat a step out.  A request that has no older round counts with confidences of 1.
 
     Attributes:
-        curve: None verifies everything.
+        curve: step times.
     """
 
-    def __init__(self, num_slots: int, num_drafts: int, curve: CostCurve | None) -> None:
+    def __init__(self, num_slots: int, num_drafts: int, curve: CostCurve) -> None:
         """Nothing is known of any slot.
 
         Args:
@@ -244,6 +244,10 @@ class DraftBudget:
         latest = self._latest[slots] ^ 1
         self._latest[slots] = latest
         self._survival[latest, slots] = survivals(confidences)
+
+    def refine(self, num_rows: int, ms: float) -> None:
+        """Take in how long a step took."""
+        self.curve.refine(num_rows, ms)
 
     def choose(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,12 +12,29 @@ from deepinfer.kv.prefix import PageChain
 from deepinfer.request import Request
 
 
+@dataclass(slots=True, kw_only=True)
+class Saving:
+    """State to be saved when the end of a page is reached, by whichever of some rounds reaches it.
+
+    Attributes:
+        slot: to save in.
+        position: end of the page.
+        num_in_flight: what is in flight and may reach it.
+        is_done: whether it was reached, and the state can be found.
+    """
+
+    slot: int
+    position: int
+    num_in_flight: int = 0
+    is_done: bool = False
+
+
 class Row:
     """A request between :meth:`Scheduler.add` and its end.
 
     Three lengths say how far it is, all in tokens: ``num_computed_tokens`` are computed for certain, ``num_planned_tokens`` will
-    be once the steps in flight are done, ``num_tokens`` are known.  Each of the ``num_sampling`` chunks in flight that asked for
-    logits will bring one more.
+    be at least once the steps in flight are done, ``num_tokens`` are known.  Each of the ``num_sampling`` chunks and rounds in
+    flight that sample will bring at least one more; the rounds among them ``num_drafts_in_flight`` more at most.
 
     Invariant: num_computed_tokens <= num_planned_tokens <= num_tokens + num_sampling <= num_tokens_max.
 
@@ -37,14 +56,20 @@ class Row:
 
     What is computed for certain and what is in flight:
         num_computed_tokens, num_planned_tokens, num_tokens, num_sampling: as above.
-        num_in_flight: chunks planned and not committed.
+        num_drafts_in_flight: drafts that the rounds in flight may accept.
+        num_in_flight: chunks and rounds planned and not committed.
         num_images_planned: image positions among the planned tokens.
 
     Only while it runs:
-        num_prefill_tokens: tokens that were known when it was admitted; behind them it decodes.
+        num_prefill_tokens: tokens that were known when it was admitted, the last one excepted if it was generated; behind them
+            it decodes.
+        num_written_tokens: positions that its slot may hold anything of once nothing is in flight, those of rejected drafts
+            included.
         num_room_tokens: tokens that its pages can take.
         num_published_tokens: page boundary up to which its pages are in the index.
         stops: positions at which a chunk of the prefill must end.
+        saving: where the rounds in flight shall save state, or None.
+        prompt_logprobs: log-probabilities of the first tokens of its prompt, if it asked for them.
         window_floor, write_floor: see :class:`~deepinfer.step.Chunk`.
 
     For records:
@@ -62,6 +87,7 @@ class Row:
         "is_schedulable",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts_in_flight",
         "num_images_planned",
         "num_in_flight",
         "num_planned_tokens",
@@ -72,8 +98,11 @@ class Row:
         "num_sampling",
         "num_tokens",
         "num_tokens_max",
+        "num_written_tokens",
         "parent",
+        "prompt_logprobs",
         "request",
+        "saving",
         "slot",
         "stops",
         "token_ids",
@@ -117,9 +146,11 @@ class Row:
         self.generation += 1
         self.holding: Holding | None = None
         self.num_computed_tokens = self.num_planned_tokens = 0
-        self.num_sampling = self.num_in_flight = 0
+        self.num_sampling = self.num_in_flight = self.num_drafts_in_flight = 0
         self.num_images_planned = 0
-        self.num_prefill_tokens = self.num_room_tokens = self.num_published_tokens = 0
+        self.num_prefill_tokens = self.num_room_tokens = self.num_published_tokens = self.num_written_tokens = 0
+        self.saving: Saving | None = None
+        self.prompt_logprobs: list[float | None] = [None]
         self.stops: tuple[int, ...] = ()
         self.window_floor = self.write_floor = 0
 
@@ -134,7 +165,9 @@ class Row:
         """Assert the invariant."""
         assert 0 <= self.num_computed_tokens <= self.num_planned_tokens, "planned is at least what is computed"
         assert self.num_planned_tokens <= self.num_tokens + self.num_sampling <= self.num_tokens_max, "no plan beyond the tokens"
-        assert 0 <= self.num_sampling <= self.num_in_flight, "only chunks in flight sample"
+        assert 0 <= self.num_sampling <= self.num_in_flight, "only what is in flight samples"
+        assert self.num_drafts_in_flight >= 0, "drafts in flight are counted"
+        assert self.num_drafts_in_flight == 0 or self.num_sampling, "only rounds have drafts"
         assert self.chain.num_tokens <= self.num_tokens, "keys stand for known tokens"
         if self.holding is None:
             assert self.num_planned_tokens == self.num_in_flight == 0, "without memory nothing is computed"

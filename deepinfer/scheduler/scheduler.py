@@ -1,10 +1,11 @@
 """Token budget, admission, preemption and commit.
 
 A step raises every chosen request's computed tokens towards those it has; a request that catches up gets a new token.  Prefill,
-chunks of it, decode, replay after a prefix hit and recompute after preemption are the same thing with other numbers.
+chunks of it, replay after a prefix hit and recompute after preemption are the same thing with other numbers; decoding goes in
+rounds, each of which verifies some drafts and brings at least one token.
 
-:meth:`Scheduler.plan` may run once more before the step before is committed.  It then counts on the tokens that this step will
-bring, without knowing them; an answer that turns out to have ended costs one row of the step that is under way.
+:meth:`Scheduler.plan` may run once more before the step before is committed.  It then counts on the least that this step will
+bring and makes room for the most; an answer that turns out to have ended costs the rows of one round in the step under way.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
 from deepinfer.errors import ContextTooLong, RequestError
-from deepinfer.kv.manager import Holding, KVManager
+from deepinfer.kv.manager import NO_HIT, Holding, KVManager
 from deepinfer.request import FinishReason, Request, RequestOutput
 from deepinfer.scheduler import policy
-from deepinfer.scheduler.row import Row
-from deepinfer.step import PENDING, PLACEHOLDER, Chunk, Sampled, StepPlan, StepResult
+from deepinfer.scheduler.budget import DraftBudget
+from deepinfer.scheduler.row import Row, Saving
+from deepinfer.step import PLACEHOLDER, Chunk, Round, Sampled, StepPlan, StepResult
 
 NO_LIMIT = 1 << 30
-_PENDING_IDS = np.array([PENDING], dtype=np.int32)
 _DUMMY_IDS = np.zeros(1, dtype=np.int32)
-_PENDING_IDS.flags.writeable = _DUMMY_IDS.flags.writeable = False
+_DUMMY_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class Limits:
         max_sum_keys: most keys, summed over the prompts of a step; its first prompt is taken whatever its length.
         decoder_keep_tokens: last tokens of a prompt that the decoder half runs over; 0 for all.
         save_states: save a request's state at page boundaries, and end a chunk at the last one of its prompt.
+        num_drafts: most drafts that a round verifies.
     """
 
     max_model_len: int
@@ -55,6 +59,7 @@ class Limits:
     max_sum_keys: int = NO_LIMIT
     decoder_keep_tokens: int = 0
     save_states: bool = True
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,10 @@ class SchedulerStats:
         num_pages, num_held_pages, num_cached_pages: pages in all; held by requests; unheld, with content that can be found.
         num_slots, num_held_slots, num_saved_states: the same for slots.
         num_steps: committed.
-        num_computed_tokens: rows of the committed steps.
+        num_computed_tokens: rows of the committed steps, those of rejected drafts excepted.
         num_output_tokens: committed.
+        num_rounds: committed rounds that could have verified drafts.
+        num_verified_drafts, num_accepted_drafts: [num_drafts] rounds that verified, and accepted, a draft at each position.
         num_asked_tokens, num_hit_tokens, num_replayed_tokens: tokens of all admissions; of these, found in the prefix cache; of
             these, computed again to rebuild state.
         num_preempted: times that a request lost its memory.
@@ -85,6 +92,9 @@ class SchedulerStats:
     num_steps: int
     num_computed_tokens: int
     num_output_tokens: int
+    num_rounds: int
+    num_verified_drafts: tuple[int, ...]
+    num_accepted_drafts: tuple[int, ...]
     num_asked_tokens: int
     num_hit_tokens: int
     num_replayed_tokens: int
@@ -92,20 +102,53 @@ class SchedulerStats:
     num_finished: Mapping[FinishReason, int]
 
 
-_InFlight = tuple[Row, int, int, int, bool]
-"""A chunk in flight: row, its generation, end of the chunk, logits asked for, whether state is saved at the end."""
+class _InFlight(NamedTuple):
+    """A chunk or a round in flight.
+
+    Attributes:
+        row, generation: whose, and its generation then.
+        end: of a chunk; 0 for a round.
+        samples: whether it brings tokens.
+        drafts: whether drafts are made behind it.
+        max_drafts: of a round.
+        saving: where state is saved, or None.
+    """
+
+    row: Row
+    generation: int
+    end: int
+    samples: bool
+    drafts: bool
+    max_drafts: int = 0
+    saving: Saving | None = None
 
 
 class _Making:
     """The plan that is being made."""
 
-    __slots__ = ("budget", "chunks", "entries", "fresh", "has_preempted", "held", "num_keys", "page_copies", "started")
+    __slots__ = (
+        "budget",
+        "chunks",
+        "fresh",
+        "has_preempted",
+        "held",
+        "in_chunks",
+        "in_rounds",
+        "num_drafts",
+        "num_keys",
+        "page_copies",
+        "rounds",
+        "started",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens left
         self.num_keys = 0  # keys that prompts see
+        self.num_drafts = 0
         self.chunks: list[Chunk] = []
-        self.entries: list[_InFlight] = []
+        self.rounds: list[Round] = []
+        self.in_chunks: list[_InFlight] = []
+        self.in_rounds: list[_InFlight] = []
         self.page_copies: list[tuple[int, int]] = []
         self.fresh: list[Holding] = []  # their copies are in this plan
         self.held: set[Row] = set()  # not to be planned: a branch waits for their commit, or they have just started
@@ -124,20 +167,31 @@ class Scheduler:
         limits: what may be spent.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits) -> None:
-        """Nothing to do.  ``kv`` must not be changed by anybody else."""
+    def __init__(self, kv: KVManager, limits: Limits, budget: DraftBudget | None = None) -> None:
+        """Nothing to do.
+
+        Args:
+            kv: must not be changed by anybody else.
+            budget: chooses how many drafts a step verifies; without it every round verifies all it can.
+        """
+        assert limits.num_drafts < kv.layout.ring_tokens - kv.layout.config.sliding_window, "a slot has room for the drafts"
         assert kv.margin >= limits.decoder_keep_tokens, "a hit leaves all tokens that the decoder half runs over"
         self.kv = kv
         self.limits = limits
         self._page_tokens = kv.layout.page_tokens
         self._lookback_tokens = kv.layout.config.engram_max_ngram_size - 1
         # A slot still holds the state of a few tokens earlier, for drafts that are rejected.
-        self._rollback_tokens = kv.layout.ring_tokens - kv.layout.config.sliding_window - 1
+        self._rollback_tokens = kv.layout.ring_tokens - kv.layout.config.sliding_window
+        # A round must fit into a step, and always verifies as many drafts: what else runs must not decide it.
+        self._num_drafts = min(limits.num_drafts, limits.max_num_batched_tokens - 1)
+        self._budget = budget
         self._rows: dict[str, Row] = {}
         self._running: dict[str, Row] = {}
         self._waiting = policy.Queue()
         self._branches: dict[str, Row] = {}
         self._in_flight: deque[tuple[StepPlan, list[_InFlight]]] = deque()
+        self._num_rounds = 0
+        self._num_verified, self._num_accepted = [0] * limits.num_drafts, [0] * limits.num_drafts
         self._outputs: list[RequestOutput] = []
         self._num_arrived = self._num_steps = self._num_computed = self._num_sampled = self._num_preempted = 0
         self._num_finished = dict.fromkeys(FinishReason, 0)
@@ -330,18 +384,24 @@ class Scheduler:
         if self._branches:
             self._plan_branches(making)
         decoding, prefilling = self._schedulable(making.held)
-        self._plan_decodes(making, decoding)
+        num_prefill = sum(row.num_prefill_tokens - row.num_planned_tokens for row in prefilling)
+        self._plan_rounds(making, decoding, num_prefill)
         self._plan_prefills(making, prefilling)
         if not making.has_preempted:
             self._admit(making)
         for holding in making.fresh:
             self.kv.restored(holding)
-        if not making.chunks:
+        if not making.chunks and not making.rounds:
             if not placeholder:
                 return None
             making.chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
-        plan = StepPlan(chunks=tuple(making.chunks), page_copies=tuple(making.page_copies))
-        self._in_flight.append((plan, making.entries))
+        plan = StepPlan(
+            chunks=tuple(making.chunks),
+            rounds=tuple(making.rounds),
+            num_drafts=making.num_drafts,
+            page_copies=tuple(making.page_copies),
+        )
+        self._in_flight.append((plan, making.in_chunks + making.in_rounds))
         return plan
 
     def _schedulable(self, held: set[Row]) -> tuple[list[Row], list[Row]]:
@@ -356,22 +416,99 @@ class Scheduler:
                 decoding.append(row)
         return decoding, prefilling
 
-    def _plan_decodes(self, making: _Making, rows: list[Row]) -> None:
-        if len(rows) > making.budget:
-            rows = policy.in_order_of_service(rows)[: making.budget]
-        short = [row for row in rows if row.num_planned_tokens >= row.num_room_tokens]
-        left_out: set[Row] = set()
-        for row in policy.in_order_of_service(short):
-            if row.holding is not None and not self._grow(making, row):
-                left_out.add(row)
-        for row in rows:
-            if row.holding is not None and row not in left_out:
-                self._plan_chunk(making, row, 1)
+    def _plan_rounds(self, making: _Making, rows: list[Row], num_prefill: int) -> None:
+        """Plan a round of each row that budget and memory allow; ``num_prefill`` tokens of prompts wait to go along."""
+        left, caps = making.budget, [self._cap(row) for row in rows]
+        is_short = len(rows) + (0 if self._budget else sum(caps)) > left
+        if is_short:
+            chosen = []
+            for row in policy.in_order_of_service(rows):
+                left -= 1 if self._budget else 1 + self._cap(row)
+                if left < 0:
+                    break
+                chosen.append(row)
+            rows, caps = chosen, [self._cap(row) for row in chosen]
+        reaches = [self._reach(row, cap) for row, cap in zip(rows, caps, strict=True)]
+        short = {row: reach for row, reach in zip(rows, reaches, strict=True) if reach > row.num_room_tokens}
+        if short:
+            left_out = {row for row in policy.in_order_of_service(short) if not self._grow(making, row, short[row])}
+            kept = [row.holding is not None and row not in left_out for row in rows]
+            rows, caps, reaches = list(compress(rows, kept)), list(compress(caps, kept)), list(compress(reaches, kept))
+        if not rows:
+            return
+        making.num_drafts = sum(caps)
+        if self._budget is not None and making.num_drafts:
+            making.num_drafts = self._budget.choose(
+                np.array([row.slot for row in rows]),
+                np.array(caps),
+                np.array([row.num_in_flight > 0 for row in rows]),
+                num_other_rows=min(num_prefill, max(0, making.budget - len(rows) - making.num_drafts)),
+                max_rows=making.budget,
+            )
+        making.budget -= len(rows) + making.num_drafts
+        if is_short:  # prompts would bring new short answers, which come before those left out
+            making.budget = 0
+        for row, cap, reach in zip(rows, caps, reaches, strict=True):
+            self._plan_round(making, row, cap, reach)
 
-    def _grow(self, making: _Making, row: Row) -> bool:
-        """Give a row the page of its next token, taking memory from others if need be; False if it has to do without."""
-        assert row.holding is not None, "a running row holds memory"
-        num_tokens = row.num_planned_tokens + 1
+    def _cap(self, row: Row) -> int:
+        """Drafts that the row's next round may verify; it may accept all of them and gets one token more in any case."""
+        return min(self._num_drafts, row.num_tokens_max - (row.num_tokens + row.num_sampling) - 1)
+
+    def _reach(self, row: Row, cap: int) -> int:
+        """Tokens that the row's next round needs pages for, if it verifies ``cap`` drafts."""
+        return min(row.num_planned_tokens + row.num_drafts_in_flight + 1 + cap, row.num_tokens_max)
+
+    def _plan_round(self, making: _Making, row: Row, cap: int, reach: int) -> None:
+        """Add a round of a row to the plan."""
+        assert row.holding is not None, "a planned row runs"
+        start = row.num_planned_tokens
+        assert start == row.num_tokens + row.num_sampling - 1, "a round starts at the token that was sampled last"
+        saving = self._saving(row, start, reach)
+        making.rounds.append(
+            Round(
+                request_id=row.request.request_id,
+                slot=row.slot,
+                start=start,
+                start_max=min(start + row.num_drafts_in_flight, row.num_tokens_max - 1),
+                max_drafts=cap,
+                page_ids=row.holding.page_ids,
+                window_floor=row.window_floor,
+                decoder_floor=row.decoder_floor,
+                save_to=saving.slot if saving else None,
+                save_at=saving.position if saving else 0,
+            )
+        )
+        making.in_rounds.append(
+            _InFlight(row=row, generation=row.generation, end=0, samples=True, drafts=True, max_drafts=cap, saving=saving)
+        )
+        row.num_planned_tokens = start + 1
+        row.num_drafts_in_flight += cap
+        row.num_sampling += 1
+        row.num_in_flight += 1
+
+    def _saving(self, row: Row, start: int, reach: int) -> Saving | None:
+        """Where a round saves state if it reaches the end of a page, which may happen from ``start`` + 1 to ``reach`` tokens.
+
+        The device knows whether it does and copies only then, so rounds in flight at once can share a slot.
+        """
+        position = reach // self._page_tokens * self._page_tokens
+        if row.saving is not None:
+            position = row.saving.position
+        if not start < position <= reach:
+            return None
+        if row.saving is None:
+            slot = self._save_slot(row, position)
+            if slot is None:
+                return None
+            row.saving = Saving(slot=slot, position=position)
+        row.saving.num_in_flight += 1
+        return row.saving
+
+    def _grow(self, making: _Making, row: Row, num_tokens: int) -> bool:
+        """Give a row pages for its next round, taking memory from others if need be; False if it has to do without."""
+        if row.holding is None:  # preempted in this plan
+            return False
         while not self.kv.grow(row.holding, num_tokens):
             chosen = policy.victim(each for each in self._running.values() if each is row or each not in making.started)
             if chosen is row and row.num_in_flight:
@@ -389,7 +526,7 @@ class Scheduler:
         self._num_preempted += 1
         if self.limits.stop_preempted_request:
             self._end(row, FinishReason.INSUFFICIENT)
-            self._outputs.append(self._output(row, None, FinishReason.INSUFFICIENT))
+            self._outputs.append(self._output(row, None, 0, FinishReason.INSUFFICIENT))
             return
         self._vacate(row)
         row.is_resumed = True
@@ -423,12 +560,17 @@ class Scheduler:
             if making.budget == 0 or len(self._running) >= limits.max_num_seqs or not kv.num_free_slots:
                 return
             row.extend_chain(row.num_tokens)
-            hit = kv.plan_hit(row.chain, row.num_tokens, exact=row.is_resumed, decoder_floor=self._decoder_floor(row))
             self._set_prefill(row)
+            hit = NO_HIT
+            if not self._wants_prompt_logprobs(row):
+                floor = self._decoder_floor(row)
+                hit = kv.plan_hit(row.chain, row.num_prefill_tokens, exact=row.is_resumed, decoder_floor=floor)
             count = self._num_prefill(making, row, hit.start)
             if not count:
                 return
-            holding = kv.admit(row.chain, hit, row.num_tokens)
+            # A resumed answer gets its next token from a round; without room for that it would be preempted again for nothing.
+            is_answer = row.num_prefill_tokens < row.num_tokens
+            holding = kv.admit(row.chain, hit, row.num_tokens + (self._cap(row) if is_answer else 0))
             if holding is None:
                 return
             self._waiting.remove(row)
@@ -437,10 +579,11 @@ class Scheduler:
             self._start(making, row, holding, hit.start, count)
 
     def _set_prefill(self, row: Row) -> None:
-        row.num_prefill_tokens = row.num_tokens
+        # A token that was generated is the anchor of the round that comes next, as if there had been no break.
+        row.num_prefill_tokens = row.num_tokens - int(row.num_output_tokens > 0)
         stops = set(row.request.checkpoints)
         if self.limits.save_states:
-            stops.add(row.num_tokens // self._page_tokens * self._page_tokens)
+            stops.add(row.num_prefill_tokens // self._page_tokens * self._page_tokens)
         row.stops = tuple(sorted(stops))
 
     def _start(self, making: _Making, row: Row, holding: Holding, start: int, count: int) -> None:
@@ -448,11 +591,14 @@ class Scheduler:
         row.holding, row.slot = holding, holding.slot
         row.num_computed_tokens = row.num_planned_tokens = start
         row.num_room_tokens = holding.num_pages * self._page_tokens
+        row.num_written_tokens = start
         row.num_published_tokens = holding.num_published * self._page_tokens
         row.window_floor, row.write_floor = holding.window_floor, holding.num_hit_tokens
         if row.has_images:
             row.num_images_planned = int((row.token_ids[:start] == self.limits.image_token_id).sum())
         self._running[row.request.request_id] = row
+        if self._budget is not None:
+            self._budget.reset(row.slot)
         making.fresh.append(holding)
         self._plan_chunk(making, row, count, is_first=True)
 
@@ -488,8 +634,10 @@ class Scheduler:
 
     def _can_branch(self, row: Row, parent: Row, start: int) -> bool:
         """Whether the state and the pages of ``parent`` serve ``row`` from ``start`` on."""
-        is_near = parent.num_computed_tokens - start <= self._rollback_tokens and start >= parent.write_floor
-        return is_near and bool((row.token_ids[:start] == parent.token_ids[:start]).all())
+        is_near = parent.num_written_tokens - start <= self._rollback_tokens and start >= parent.write_floor
+        if not is_near or self._wants_prompt_logprobs(row):
+            return False
+        return bool((row.token_ids[:start] == parent.token_ids[:start]).all())
 
     def _branch(self, making: _Making, row: Row, parent: Row, start: int) -> None:
         self._set_prefill(row)
@@ -519,18 +667,21 @@ class Scheduler:
         assert row.holding is not None, "a planned row runs"
         start, limits = row.num_planned_tokens, self.limits
         end = start + count
-        if end <= row.num_tokens:
-            token_ids = row.token_ids[start:end]
-        else:
-            assert start == row.num_tokens, "a token in flight is computed in a step of its own"
-            token_ids = _PENDING_IDS
-        num_logits = int(end == row.num_tokens + row.num_sampling)
-        save_to = None
-        if end % self._page_tokens == 0:
-            save_to = self._save_slot(row, end)
-        lookback_ids = None
-        if is_first and start:
-            lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
+        token_ids = row.token_ids[start:end]
+        samples = end == row.num_tokens
+        is_last = end == row.num_prefill_tokens
+        target_ids = None
+        if self._wants_prompt_logprobs(row):
+            target_ids = row.token_ids[start + 1 : min(end + 1, row.num_prompt_tokens)]
+        lookback_ids = history_ids = None
+        if is_first:
+            if start:
+                lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
+            if row.request.params.needs_history:
+                history_ids = row.token_ids[: row.num_tokens]
+        saving = None
+        if end % self._page_tokens == 0 and (save_to := self._save_slot(row, end)) is not None:
+            saving = Saving(slot=save_to, position=end, num_in_flight=1)
         chunk = Chunk(
             request_id=row.request.request_id,
             slot=row.slot,
@@ -538,24 +689,33 @@ class Scheduler:
             token_ids=token_ids,
             page_ids=row.holding.page_ids,
             num_image_before=row.num_images_planned,
-            num_logits=num_logits,
+            num_logits=int(samples) + (0 if target_ids is None else len(target_ids)),
+            target_ids=target_ids,
+            anchor_id=int(row.token_ids[end]) if is_last and not samples else None,
+            history_ids=history_ids,
             window_floor=row.window_floor,
             write_floor=row.write_floor,
             decoder_floor=row.decoder_floor,
             lookback_ids=lookback_ids,
             restore_from=row.holding.restore_from if is_first else None,
-            save_to=save_to,
+            save_to=saving.slot if saving else None,
         )
         making.chunks.append(chunk)
-        making.entries.append((row, row.generation, end, num_logits, save_to is not None))
+        making.in_chunks.append(
+            _InFlight(row=row, generation=row.generation, end=end, samples=samples, drafts=is_last, saving=saving)
+        )
         making.budget -= count
-        if start < row.num_prefill_tokens:
-            making.num_keys += end
+        making.num_keys += end
         if row.has_images and start < row.num_prompt_tokens:
             row.num_images_planned += int((token_ids == limits.image_token_id).sum())
         row.num_planned_tokens = end
-        row.num_sampling += num_logits
+        row.num_sampling += int(samples)
         row.num_in_flight += 1
+
+    def _wants_prompt_logprobs(self, row: Row) -> bool:
+        """Whether logits of the prompt are needed; with a bounded decoder half there are none, as documented."""
+        wanted = row.request.params.prompt_logprobs and not self.limits.decoder_keep_tokens
+        return wanted and row.num_tokens == row.num_prompt_tokens
 
     def _save_slot(self, row: Row, end: int) -> int | None:
         """Slot for the state at a page boundary, unless it is not whole there or a request waits for the slot."""
@@ -577,22 +737,40 @@ class Scheduler:
         oldest, entries = self._in_flight.popleft()
         assert oldest is plan, "steps are committed in the order in which they were planned"
         outputs = self.take_outputs()
-        page_tokens = self._page_tokens
         self._num_steps += 1
-        for row, generation, end, num_logits, is_saved in entries:
-            if row.generation != generation:
+        drafted: list[tuple[int, int]] = []  # slot and row of the new confidences
+        number = -1
+        for entry in entries:
+            number += entry.drafts
+            row = entry.row
+            if row.generation != entry.generation:
                 continue
+            if entry.drafts:
+                drafted.append((row.slot, number))
             row.num_in_flight -= 1
-            self._num_computed += end - row.num_computed_tokens
-            row.num_computed_tokens = end
-            if end >= row.num_published_tokens + page_tokens:
+            before = row.num_computed_tokens
+            row.num_written_tokens = max(row.num_written_tokens, entry.end or before + 1 + entry.max_drafts)
+            new: list[RequestOutput] = []
+            if entry.end:
+                row.num_computed_tokens = entry.end
+                row.prompt_logprobs += result.prompt_logprobs.get(row.request.request_id, ())
+            if entry.samples:
+                new = self._take_tokens(row, entry, result.sampled[row.request.request_id])
+                outputs += new
+            self._num_computed += row.num_computed_tokens - before
+            if row.num_computed_tokens >= row.num_published_tokens + self._page_tokens:
                 self._publish(row)
-            if is_saved:
-                assert row.holding is not None, "a committed row runs"
-                self.kv.saved(row.holding, row.chain, end, decoder_floor=self._decoder_floor(row))
-            if num_logits:
-                row.num_sampling -= 1
-                outputs.append(self._take_token(row, result.sampled[row.request.request_id]))
+            if entry.saving is not None:
+                num_new = len(result.sampled[row.request.request_id].token_ids) if entry.max_drafts else 1
+                self._save(row, entry.saving, is_copied=before + num_new >= entry.saving.position)
+            if new and (reason := new[-1].finish_reason) is not None:
+                self._end(row, reason)
+        if self._budget is not None:
+            if drafted:
+                slots, numbers = np.array(drafted).T
+                self._budget.update(slots, result.confidences[numbers])
+            if plan.rounds and not plan.chunks:
+                self._budget.refine(plan.num_rows, result.duration_ms)
         return outputs
 
     def _publish(self, row: Row) -> None:
@@ -602,32 +780,82 @@ class Scheduler:
         self.kv.publish(row.holding, row.chain, boundary)
         row.num_published_tokens = boundary
 
-    def _take_token(self, row: Row, sampled: Sampled) -> RequestOutput:
-        row.token_ids[row.num_tokens] = sampled.token_id
-        row.num_tokens += 1
-        self._num_sampled += 1
-        reason = None
-        if sampled.token_id == self.limits.eos_token_id and not row.request.params.ignore_eos:
-            reason = FinishReason.STOP
-        elif row.num_tokens == row.num_tokens_max:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._end(row, reason)
-        return self._output(row, sampled, reason)
+    def _save(self, row: Row, saving: Saving, *, is_copied: bool) -> None:
+        """Make saved state findable if the end of the page was reached; give its slot back if nothing will reach it any more.
 
-    def _output(self, row: Row, sampled: Sampled | None, reason: FinishReason | None) -> RequestOutput:
+        ``is_copied`` is the device's view, which also counts tokens behind the end of the request.
+        """
+        assert row.holding is not None, "a committed row runs"
+        saving.num_in_flight -= 1
+        if saving.position <= row.num_computed_tokens:
+            if not saving.is_done:
+                self.kv.saved(row.holding, row.chain, saving.position, decoder_floor=self._decoder_floor(row))
+                saving.is_done, row.saving = True, None
+        elif saving.num_in_flight == 0 and not is_copied:
+            self.kv.unsaved(row.holding)
+            row.saving = None
+
+    def _take_tokens(self, row: Row, entry: _InFlight, sampled: Sampled) -> list[RequestOutput]:
+        """Append tokens up to the first that ends the request, and record them."""
+        params, eos_token_id = row.request.params, self.limits.eos_token_id
+        row.num_sampling -= 1
+        row.num_drafts_in_flight -= entry.max_drafts
+        num_accepted = len(sampled.token_ids) - 1
+        if entry.max_drafts:
+            self._num_rounds += 1
+        for position in range(sampled.num_drafts):
+            self._num_verified[position] += 1
+            self._num_accepted[position] += position < num_accepted
+        outputs: list[RequestOutput] = []
+        for number, token_id in enumerate(sampled.token_ids):
+            row.token_ids[row.num_tokens] = token_id
+            row.num_tokens += 1
+            reason = None
+            if (token_id == eos_token_id and not params.ignore_eos) or token_id in params.stop_token_ids:
+                reason = FinishReason.STOP
+            elif row.num_tokens == row.num_tokens_max:
+                reason = FinishReason.LENGTH
+            outputs.append(self._output(row, sampled, number, reason))
+            if reason is not None:
+                break
+        self._num_sampled += len(outputs)
+        if not entry.end:  # the anchor and the accepted drafts but the last token
+            row.num_computed_tokens += len(outputs)
+            row.num_planned_tokens += len(outputs) - 1
+        return outputs
+
+    def _output(self, row: Row, sampled: Sampled | None, number: int, reason: FinishReason | None) -> RequestOutput:
+        """Record of the token ``number`` of ``sampled``, or of an end without one."""
+        token_id = logprob = confidence = prompt_logprobs = None
+        top_token_ids: tuple[int, ...] = ()
+        top_logprobs: tuple[float, ...] = ()
+        num_drafts = num_accepted = 0
+        num_output_tokens = row.num_tokens - row.num_prompt_tokens
+        if sampled is not None:
+            token_id, logprob = sampled.token_ids[number], sampled.logprobs[number]
+            top_token_ids, top_logprobs = sampled.top_token_ids[number], sampled.top_logprobs[number]
+            if number < len(sampled.confidences):
+                confidence = sampled.confidences[number]
+            if number == 0:
+                num_drafts, num_accepted = sampled.num_drafts, len(sampled.token_ids) - 1
+            if num_output_tokens == 1 and row.request.params.prompt_logprobs:
+                prompt_logprobs = tuple(row.prompt_logprobs)
         return RequestOutput(
             request_id=row.request.request_id,
             prompt_len=row.num_prompt_tokens,
-            token_id=sampled.token_id if sampled else None,
+            token_id=token_id,
             finished=reason is not None,
             finish_reason=reason,
-            num_output_tokens=row.num_tokens - row.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             num_cached_tokens=row.num_cached_tokens,
-            token_logprobs=sampled.logprob if sampled else None,
-            top_token_ids=sampled.top_token_ids if sampled else (),
-            top_logprobs=sampled.top_logprobs if sampled else (),
+            token_logprobs=logprob,
+            top_token_ids=top_token_ids,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            draft_tok=num_drafts,
+            accept_tok=num_accepted,
+            confidence_score=confidence,
         )
 
     # Looking in
@@ -647,6 +875,9 @@ class Scheduler:
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed,
             num_output_tokens=self._num_sampled,
+            num_rounds=self._num_rounds,
+            num_verified_drafts=tuple(self._num_verified),
+            num_accepted_drafts=tuple(self._num_accepted),
             num_asked_tokens=counts.num_asked_tokens,
             num_hit_tokens=counts.num_hit_tokens,
             num_replayed_tokens=counts.num_replayed_tokens,
@@ -668,8 +899,8 @@ class Scheduler:
         in_flight: dict[Row, list[_InFlight]] = {}
         for _, entries in self._in_flight:
             for entry in entries:
-                if entry[0].generation == entry[1]:
-                    in_flight.setdefault(entry[0], []).append(entry)
+                if entry.row.generation == entry.generation:
+                    in_flight.setdefault(entry.row, []).append(entry)
         for request_id, row in self._rows.items():
             row.check()
             is_running = request_id in self._running
@@ -679,8 +910,14 @@ class Scheduler:
             assert request_id not in waiting or row.is_schedulable, "a request in the queue is ready"
             entries = in_flight.pop(row, [])
             assert row.num_in_flight == len(entries), "chunks in flight are counted"
-            assert row.num_sampling == sum(num_logits for _, _, _, num_logits, _ in entries), "tokens in flight are counted"
-            assert not entries or entries[-1][2] == row.num_planned_tokens, "the last chunk in flight ends where planning stands"
+            assert row.num_sampling == sum(entry.samples for entry in entries), "tokens in flight are counted"
+            assert row.num_drafts_in_flight == sum(entry.max_drafts for entry in entries), "drafts in flight are counted"
+            ends = [entry.end for entry in entries if entry.end]
+            num_rounds = len(entries) - len(ends)
+            computed = ends[-1] if ends else row.num_computed_tokens
+            assert computed + num_rounds == row.num_planned_tokens, "what is in flight goes at least where planning stands"
+            num_saving = sum(entry.saving is row.saving for entry in entries) if row.saving else 0
+            assert row.saving is None or row.saving.num_in_flight == num_saving > 0, "state is saved by what is in flight"
         assert not in_flight, "nothing valid is in flight of a request that ended"
         assert len(self._running) == self.kv.num_holdings, "memory is held by running requests alone"
         assert len(self._running) <= self.limits.max_num_seqs, "no more run than may"

@@ -25,6 +25,9 @@ class FakeCore:
     is_idle = property(lambda self: not self.requests)
     num_unfinished = property(lambda self: len(self.requests))
 
+    def is_unfinished(self, request_id):
+        return request_id in self.requests
+
     def add(self, request, pictures=()):
         if len(request.prompt_token_ids) >= self.args.max_model_len:
             raise ContextTooLong("too long")
@@ -81,6 +84,9 @@ class FakeCore:
             num_steps=self.num_steps,
             num_computed_tokens=self.num_output_tokens + 90,
             num_output_tokens=self.num_output_tokens,
+            num_rounds=0,
+            num_verified_drafts=(),
+            num_accepted_drafts=(),
             num_asked_tokens=200,
             num_hit_tokens=50,
             num_replayed_tokens=5,

@@ -1,15 +1,21 @@
 """Engines around the golden model, and requests that run through them."""
 
+from dataclasses import replace
+
 import numpy as np
+import torch
 
 from deepinfer.engine.core import EngineCore
 from deepinfer.executor.executor import Executor
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout, RecordSizes
 from deepinfer.kv.manager import KVManager
+from deepinfer.model.drafter import Drafter
+from deepinfer.ops.sampling import signed
 from deepinfer.request import Request, SamplingParams
+from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits
-from tests.model.tiny import CPU, model
+from tests.model.tiny import CPU, model, weights
 
 PAGE_TOKENS = 16
 
@@ -28,6 +34,10 @@ def build(
     keep=0,
     replay_mode="compact",
     max_model_len=400,
+    num_drafts=0,
+    draft_mode="coupled",
+    is_adaptive=False,
+    drafter=lambda network: Drafter(network, weights("golden")),
 ):
     """An engine; the production regime unless ``exact``."""
     network = model("golden", device, exact=exact)
@@ -43,7 +53,19 @@ def build(
         margin=max(layout.ring_tokens, keep),
         enable_prefix_cache=cache,
     )
-    worker = Worker(config, network, None, layout, num_pages=num_pages, num_slots=num_slots, replay_mode=replay_mode)
+    worker = Worker(
+        config,
+        network,
+        None,
+        layout,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        drafter=drafter(network) if num_drafts else None,
+        num_drafts=num_drafts,
+        draft_mode=draft_mode,
+        replay_mode=replay_mode,
+    )
     limits = Limits(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -52,8 +74,50 @@ def build(
         image_token_id=config.image_token_id,
         decoder_keep_tokens=keep,
         save_states=cache and spare_slots > 0,
+        num_drafts=num_drafts,
     )
-    return EngineCore(Executor(lambda: worker), kv, limits, is_async=is_async)
+    curve = CostCurve([1, 2, 4, 8, 16, 32], [1.0, 1.1, 1.3, 1.9, 3.3, 6.0])
+    draft_budget = DraftBudget(num_slots, num_drafts, curve) if is_adaptive and num_drafts else None
+    return EngineCore(Executor(lambda: worker), kv, limits, budget=draft_budget, is_async=is_async)
+
+
+class KnowingDrafter(Drafter):
+    """A drafter that knows the texts, and is right as often as it is told; what the network drafts stays where it says no more.
+
+    Its own network runs all the same, so that everything it keeps is read and written as ever.
+    """
+
+    def __init__(self, network, texts, num_right):
+        """Texts by seed, from the first token of the prompt on; ``num_right(seed, position of the anchor)`` says how many drafts
+        of a round are right.
+        """
+        super().__init__(network, weights("golden"))
+        self._texts, self._num_right = texts, num_right
+
+    def draft(self, anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache):
+        drafts = super().draft(anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache)
+        ids, confidences = drafts.ids.tolist(), drafts.confidences.clone()
+        for number, (seed, position) in enumerate(zip(rows.seeds.tolist(), anchor_positions.tolist(), strict=True)):
+            text = self._texts.get(seed)
+            if text is None:
+                continue
+            right = self._num_right(seed, position)
+            for at in range(num_drafts):
+                known = text[position + 1 + at] if position + 1 + at < len(text) else None
+                if at < right and known is not None:
+                    ids[number][at] = known
+                elif at == right and ids[number][at] == known:
+                    ids[number][at] = (known + 1) % 250
+        return replace(drafts, ids=torch.tensor(ids), confidences=confidences)
+
+
+def knowing(requests, outputs, num_right):
+    """For :func:`build`: a drafter that knows what ``requests`` gave."""
+    texts = {
+        signed(each.params.seq_seed): list(each.prompt_token_ids) + [token for token, _ in outputs[each.request_id]]
+        for each in requests
+    }
+    return lambda network: KnowingDrafter(network, texts, num_right)
 
 
 def tokens(rng, count):

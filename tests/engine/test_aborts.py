@@ -54,7 +54,13 @@ async def thousand_callers(args):
 
 def test_a_thousand_aborts_and_disconnects_leave_pool_and_slots_as_at_the_start():
     args = EngineArgs(
-        model="nano", device="cpu", max_num_seqs=32, max_model_len=128, max_num_batched_tokens=256, enable_prefix_cache=False
+        model="nano",
+        device="cpu",
+        max_num_seqs=32,
+        max_model_len=128,
+        max_num_batched_tokens=256,
+        enable_prefix_cache=False,
+        num_drafts=1,
     )
     num_seen, stats = asyncio.run(thousand_callers(args))
     assert num_seen > NUM_CALLERS / 2

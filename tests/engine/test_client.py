@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from PIL import Image
 from deepinfer import LLM, SamplingParams
 from deepinfer.config import EngineArgs
 from deepinfer.engine import client as client_module
+from deepinfer.engine import ipc
 from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.errors import ConfigError, ContextTooLong, Overloaded, RequestError, StepFailed
 from deepinfer.metrics import exposition
-from deepinfer.request import FinishReason
+from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.tokenizer import IMAGE
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_core.py"))]
@@ -125,6 +127,50 @@ def test_records_arrive_whole_and_in_order(nano, run):
     assert [each.finish_reason for each in records] == [None] * 4 + [FinishReason.LENGTH]
     assert isinstance(records[-1].finish_reason, FinishReason)
     assert all(len(each.top_token_ids) == 2 and each.top_token_ids[0] == each.token_id for each in records)
+
+
+def test_what_records_say_of_rounds_and_prompts_crosses_the_border(llm, nano, run):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seq_seed=4, prompt_logprobs=True, top_logprobs=2)
+    ids = [0, 77, 31, 5]
+    expected = llm.generate_records(prompt_token_ids=[ids], sampling_params=params, use_tqdm=False)[0]
+    got = run(collect(nano, "rounds", ids, params))
+    assert [replace(each, request_id="") for each in got] == [replace(each, request_id="") for each in expected]
+    assert len(got[0].prompt_logprobs) == 4
+    assert sum(each.draft_tok for each in got) > sum(each.accept_tok for each in got)
+    assert any(each.confidence_score is not None for each in got)
+
+
+def test_every_field_of_a_record_crosses_the_border():
+    record = RequestOutput(
+        request_id="x",
+        prompt_len=3,
+        token_id=7,
+        finished=True,
+        finish_reason=FinishReason.LENGTH,
+        num_output_tokens=4,
+        max_num_batched_tokens=64,
+        num_cached_tokens=2,
+        token_logprobs=-0.5,
+        top_token_ids=(7, 8),
+        top_logprobs=(-0.5, -1.0),
+        prompt_logprobs=(None, -2.5, -0.25),
+        draft_tok=5,
+        accept_tok=3,
+        confidence_score=0.75,
+        sample_idx=1,
+    )
+    plain = RequestOutput(
+        request_id="",
+        prompt_len=0,
+        token_id=None,
+        finished=False,
+        finish_reason=None,
+        num_output_tokens=0,
+        max_num_batched_tokens=0,
+    )
+    untouched = [each.name for each in fields(record) if getattr(record, each.name) == getattr(plain, each.name)]
+    assert untouched == ["nextn_logprobs", "sum_smaller_probs"], "the record says something in every field"
+    assert ipc.from_core(ipc.pack(ipc.Outputs(numbers=[9], records=[record]))).records == [record]
 
 
 def test_images_cross_the_border(llm, nano, run):

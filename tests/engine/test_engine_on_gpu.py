@@ -33,6 +33,34 @@ def test_any_schedule_gives_the_bits_of_a_fresh_run(seed):
     core.close()
 
 
+@pytest.mark.parametrize("mode", ["coupled", "sampled", "argmax"])
+def test_drafted_is_plain(mode):
+    """Rejection sampling has the plain law, not the plain text; its greedy requests have the text too."""
+    seen = dict.fromkeys(["accepted", "rejected", "preempted"], 0)
+    for seed in range(4):
+        rng = rng_of(seed, 8)
+        work = [request(f"r{number}", tokens(rng, int(rng.integers(20, 50))), params(rng, 8)) for number in range(4)]
+        core = build(
+            device=CUDA,
+            num_pages=1 + 8,
+            max_num_seqs=3,
+            num_drafts=int(rng.integers(1, 6)),
+            is_adaptive=bool(seed % 2),
+            draft_mode=mode,
+        )
+        got, expected = drain(core, work, rng), fresh(work)
+        for each in work:
+            if mode == "coupled" or each.params.is_greedy:
+                assert got[each.request_id] == expected[each.request_id]
+        stats = core.stats()
+        seen["accepted"] += sum(stats.num_accepted_drafts)
+        seen["rejected"] += sum(stats.num_verified_drafts) - sum(stats.num_accepted_drafts)
+        seen["preempted"] += stats.num_preempted
+        core.close()
+    assert min(seen["rejected"], seen["preempted"]) > 0, seen
+    assert seen["accepted"] or mode != "coupled", seen
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_cached_with_state_is_fresh(seed):
     rng = rng_of(seed, 2)
@@ -99,20 +127,20 @@ def test_a_hidden_wait_is_an_error():
     core = build(device=CUDA)
     drain(core, [request("warm", tokens(rng, 20), params(rng, 2))])
     model = core.executor.worker.model
-    forward = model.forward
+    run = model.run
 
     def waiting(inputs, cache):
-        logits = forward(inputs, cache)
-        logits.sum().item()
-        return logits
+        outputs = run(inputs, cache)
+        outputs.hidden.sum().item()
+        return outputs
 
     def run_to_the_end():
         while not core.is_idle:
             core.step()
 
-    model.forward = waiting
+    model.run = waiting
     core.add(request("r", tokens(rng, 20), params(rng, 2)))
     with pytest.raises(StepFailed, match="synchroniz"):
         run_to_the_end()
-    model.forward = forward
+    model.run = run
     core.close()

@@ -2,12 +2,17 @@
 
 import io
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError, ContextTooLong, RequestError
+from deepinfer.kv.cache import KVCache
+from deepinfer.model.inputs import StepInputs
 from deepinfer.request import FinishReason, Request
+from deepinfer.step import Chunk, StepPlan
 from deepinfer.tokenizer import IMAGE
 
 PROMPTS = ["The engine", "x", "A longer prompt that is cut into chunks when the token budget of a step is small. " * 3]
@@ -82,6 +87,56 @@ def test_top_logprobs_start_with_the_greedy_token(llm):
         assert each.top_token_ids[0] == each.token_id
         assert each.top_logprobs[0] == pytest.approx(each.token_logprobs)
         assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
+
+
+def network_logprobs(llm, ids):
+    """Of each token of a prompt but the first, from the network itself in one piece."""
+    worker = llm._core.executor.worker
+    num_pages = worker.layout.pages_for(len(ids))
+    chunk = Chunk(
+        request_id="all",
+        slot=1,
+        start=0,
+        token_ids=np.array(ids, np.int32),
+        page_ids=np.arange(1, num_pages + 1, dtype=np.int32),
+        num_logits=len(ids),
+    )
+
+    def run():
+        device = worker.model.device
+        cache = KVCache(worker.layout, num_pages=num_pages + 1, num_slots=2, device=device)
+        inputs = StepInputs.build(StepPlan(chunks=(chunk,)), config=worker.config, layout=worker.layout, device=device)
+        with torch.inference_mode():
+            logits = worker.model.forward(inputs, cache)
+        return torch.log_softmax(logits.double(), dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+
+    return llm._core.executor.call(run)
+
+
+def test_prompt_logprobs_are_the_networks_however_the_prompt_is_computed(llm):
+    short, long = [0, 5, 6, 7, 99, 5], [0, *range(20, 220)]
+    params = greedy(max_tokens=2, prompt_logprobs=True)
+
+    def first_and_rest(each, ids, count=1, **given):
+        each.decode_sequence = False
+        answers = each.generate(prompt_token_ids=[ids], sampling_params=greedy(max_tokens=2, **given), use_tqdm=False)
+        each.decode_sequence = True
+        assert len(answers) == count
+        return answers[0][0].prompt_logprobs, [record.prompt_logprobs for one in answers for record in one][1:]
+
+    got, rest = first_and_rest(llm, short, prompt_logprobs=True, n=2, count=2)
+    assert rest == [None] * 3, "the first answer's first record alone reports on the prompt"
+    assert got[0] is None
+    assert got[1:] == pytest.approx(network_logprobs(llm, short), abs=1e-5)
+    cold, _ = first_and_rest(llm, long, prompt_logprobs=True)
+    assert cold[1:] == pytest.approx(network_logprobs(llm, long), abs=1e-5)
+    assert len(cold) == len(long)
+    assert first_and_rest(llm, long) == (None, [None])
+    warm, _ = first_and_rest(llm, long, prompt_logprobs=True)
+    assert warm == cold, "the cache holds keys, not log-probabilities"
+    small = LLM("nano", device="cpu", progress=False, max_num_seqs=2, max_model_len=256, max_num_batched_tokens=48)
+    assert small.generate_records(prompt_token_ids=[long], sampling_params=params, use_tqdm=False)[0][0].prompt_logprobs == cold
+    small.close()
 
 
 def test_end_token_stops_unless_ignored_or_held_back(llm):

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from deepinfer.engine.step_times import curve_path, load_curve, measure_curve, save_curve
+from deepinfer.engine.step_times import curve_path, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.scheduler.budget import CostCurve
 
 KEY = {"model": "nano", "device": "cpu", "num_drafts": 5, "page_tokens": 128}
@@ -29,6 +29,18 @@ def test_profile_takes_the_median_of_alternating_runs():
     curve = measure_curve(measure, [4, 8], num_runs=3)
     assert asked == [4, 8] * 4
     assert curve.profile_ms.tolist() == [4.0, 8.0]
+
+
+def test_sizes_end_with_the_largest_step_and_are_few():
+    assert step_sizes(6) == [6]
+    assert step_sizes(8) == [8]
+    assert step_sizes(20) == [8, 16, 20]
+    assert step_sizes(128) == [8, 16, 32, 64, 96, 128]
+    for rows in range(1, 3000, 7):
+        sizes = step_sizes(rows)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == rows
+        assert len(sizes) <= 20
 
 
 def test_a_stored_curve_comes_back(tmp_path):

@@ -1,6 +1,5 @@
 """Rules about tokens: every row says what a reading of its request's text says, whoever else is in the step."""
 
-import contextlib
 import random
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 
 from deepinfer.executor.rules import PackedRows, TokenRules
 from deepinfer.request import SamplingParams
+from tests.devices import no_waits
 
 CPU = torch.device("cpu")
 VOCAB, EOS, IMAGE = 23, 1, 22
@@ -248,19 +248,6 @@ def test_double_logits_stay_double_and_half_precision_ones_are_ruled_wide():
     turn.enter(rules)
     for dtype, expected in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
         assert rules.apply(torch.zeros(2, VOCAB, dtype=dtype), pack([turn]))[0].dtype == expected
-
-
-@contextlib.contextmanager
-def no_waits(device):
-    """Any wait for the device is an error."""
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_waits_for_the_device(device):

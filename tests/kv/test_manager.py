@@ -44,6 +44,7 @@ class Sim:
     Attributes:
         contents: for each position the number of what ends there.
         pending_save: position and slot of a state that was copied and not reported.
+        saving_to: slot for a state that may be copied, and is not yet.
         forks: requests whose state is to be copied from this one.
         page_copies: to be done before the first step.
         is_restored: whether the copies that it starts from are done.
@@ -58,6 +59,7 @@ class Sim:
     holding: Holding | None = None
     num_computed: int = 0
     pending_save: tuple[int, int] | None = None
+    saving_to: int | None = None
     forks: list["Sim"] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     is_restored: bool = False
@@ -85,10 +87,10 @@ class History:
 
     def operate(self):
         """Do one operation that has an effect, and check everything."""
-        common = (self.admit, self.compute, self.compute, self.compute, self.publish, self.append, self.save)
+        common = (self.admit, self.compute, self.compute, self.compute, self.publish, self.append, self.save, self.reserve)
         done = False
         while not done:
-            operation = self.rng.choice((*common, *common, self.report, self.fork, self.release))
+            operation = self.rng.choice((*common, *common, self.report, self.give_back, self.fork, self.release))
             if operation == self.admit:
                 done = self.admit()
             elif self.live:
@@ -243,15 +245,32 @@ class History:
         is_whole = sim.is_restored and position >= max(1, sim.holding.num_hit_tokens)
         if position % self.page_tokens or not is_whole:
             return False
-        slot = self.manager.save_slot(sim.holding)
-        if sim.pending_save is not None:
-            assert slot is None
+        slot, sim.saving_to = sim.saving_to, None
+        if slot is None:
+            slot = self.manager.save_slot(sim.holding)
+            assert slot is None or sim.pending_save is None
         if slot is None:
             return False
         assert self.in_slot[sim.holding.slot] == self.state(sim, position), "the state of a running request was overwritten"
         self.in_slot[slot] = self.state(sim, position)
         sim.pending_save = (position, slot)
         return self.rng.random() < 0.5 or self.report(sim)
+
+    def reserve(self, sim):
+        """Ask for a slot before it is known whether anything will be copied to it."""
+        if sim.saving_to is None:
+            sim.saving_to = self.manager.save_slot(sim.holding)
+        return sim.saving_to is not None
+
+    def give_back(self, sim):
+        if sim.saving_to is None:
+            return False
+        before = self.manager.num_saved_states
+        self.manager.unsaved(sim.holding)
+        sim.saving_to = None
+        self.seen["unsaved"] += 1
+        self.seen["found again"] += self.manager.num_saved_states - before
+        return True
 
     def report(self, sim):
         if sim.pending_save is None:
@@ -354,7 +373,7 @@ def test_nothing_is_lost_or_wrong_in_a_long_history(name, part, seed):
     for _ in range(13_000):
         history.operate()
     history.finish()
-    expected = {"none", "state", "replay", "saved", "forked", "twin", "stepped in"}
+    expected = {"none", "state", "replay", "saved", "unsaved", "found again", "forked", "twin", "stepped in"}
     if name.startswith("few"):
         expected |= {"not admitted", "taken over", "preempted"}
     assert expected <= history.seen.keys(), f"never seen, so nothing is shown about: {expected - history.seen.keys()}"
@@ -658,6 +677,73 @@ def test_a_second_copy_waits_for_the_report_of_the_first():
     manager.check()
 
 
+def test_a_slot_that_nothing_was_copied_to_holds_the_state_before_again():
+    manager = manager_of()
+    holding, chain = run(manager, range(40), saves=[12])
+    slot = manager.save_slot(holding)
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("none", 0), "it may be overwritten"
+    manager.check()
+    manager.unsaved(holding)
+    manager.check()
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("state", 12)
+    assert manager.save_slot(holding) == slot, "it is given up again for the next one"
+    manager.saved(holding, chain, 24)
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("state", 24)
+    manager.release(holding)
+    assert manager.num_free_slots == manager.num_slots
+    manager.check()
+
+
+def test_a_slot_that_nothing_was_copied_to_is_free():
+    manager = manager_of()
+    holding, chain = run(manager, range(40))
+    before = manager.num_free_slots
+    assert manager.save_slot(holding) is not None
+    assert manager.num_free_slots == before - 1
+    manager.unsaved(holding)
+    assert manager.num_free_slots == before
+    assert manager.num_saved_states == 0
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("none", 0)
+    manager.check()
+
+
+def test_a_state_that_another_request_saved_meanwhile_stays_the_one_that_is_found():
+    manager = manager_of(num_pages=40)
+    first, chain = run(manager, range(40), saves=[12])
+    slot = manager.save_slot(first)
+    second, _ = run(manager, range(40), saves=[12])
+    manager.unsaved(first)
+    hit = manager.plan_hit(chain, 40, exact=True)
+    assert kind_of(hit) == ("state", 12)
+    assert hit.saved_slot != slot
+    assert manager.num_saved_states == 1
+    manager.check()
+    manager.release(first)
+    manager.release(second)
+    assert manager.num_saved_states == 1
+    manager.check()
+
+
+def test_a_state_that_is_being_copied_from_is_not_given_up():
+    manager = manager_of()
+    first, chain = run(manager, range(40), saves=[12])
+    second = manager.admit(chain, manager.plan_hit(chain, 40, exact=True), 40)
+    assert manager.save_slot(first) != second.restore_from
+    manager.unsaved(first)
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("state", 12)
+    manager.check()
+
+
+def test_a_request_that_ends_before_it_is_known_what_was_copied_leaves_no_state():
+    manager = manager_of()
+    holding, _ = run(manager, range(40), saves=[12])
+    assert manager.save_slot(holding) is not None
+    manager.release(holding)
+    assert manager.num_saved_states == 0
+    assert manager.num_free_slots == manager.num_slots
+    manager.check()
+
+
 def test_the_state_unused_longest_gives_way():
     manager = manager_of(num_slots=4, num_pages=60)
     a, b, c = (list(range(start, start + 40)) for start in (0, 100, 200))
@@ -762,6 +848,7 @@ def saved_at(manager, holding, chain, position):
     ("wrong", "message"),
     [
         (lambda manager, holding, chain: manager.saved(holding, chain, 4), "save_slot did not give"),
+        (lambda manager, holding, chain: manager.unsaved(holding), "save_slot did not give"),
         (lambda manager, holding, chain: saved_at(manager, holding, chain, 6), "page boundary"),
         (lambda manager, holding, chain: saved_at(manager, manager.admit(chain, REPLAY, 20), chain, 4), "inside a replay"),
         (lambda manager, holding, chain: manager.publish(holding, chain, 24), "more than keys or pages"),

@@ -18,6 +18,7 @@ from deepinfer.model.vision import VisionTower
 from deepinfer.model.weights import tensor_table
 from deepinfer.ops import attention, norm, quant, sampling
 from deepinfer.step import Chunk, StepPlan
+from tests.devices import no_waits
 from tests.model.tiny import (
     CPU,
     PAGE_TOKENS,
@@ -399,9 +400,9 @@ def test_every_output_sees_every_token_of_its_own_block_and_of_no_other(slot_in_
 
 
 def test_all_tokens_of_a_block_have_the_same_keys():
-    calls = {}
+    drafter, cache, calls = drafter_of(exact=True), filled_cache(exact=True), {}
     with bound(recording([attention.sparse_attention], calls)):
-        draft(drafter_of(exact=True), filled_cache(exact=True))
+        draft(drafter, cache)
     assert len(calls[attention.sparse_attention]) == len(STAGES)
     for arguments, _ in calls[attention.sparse_attention]:
         rows = arguments[4].unflatten(0, (-1, WIDTH))
@@ -580,10 +581,12 @@ def test_rows_of_verified_drafts_are_those_of_a_prefill():
         batch.step({"r": 6})
         prompt.token_ids[:] = ids
         batch.done["r"] = end = start + confirmed
-        positions = torch.arange(start, start + 6)
+        positions, rejected = torch.arange(start, start + 6), range(end, start + 6)
+        before = context_records(batch.cache, slot, rejected)
         drafter.commit(batch.aux["r"][-1], positions, torch.where(positions < end, slot, 0), batch.cache)
         visible = range(end - WINDOW, end)
         assert torch.equal(context_records(batch.cache, slot, visible), expected[:, visible])
+        assert torch.equal(context_records(batch.cache, slot, rejected), before)
         num_accepted = (num_accepted + 1) % 6
     assert batch.done["r"] > 50
 
@@ -612,10 +615,6 @@ def test_a_gpu_drafts_a_cpus_tokens_and_waits_for_nothing(mode):
 
     slots, positions, floors, anchors = (torch.tensor(part, device=cuda) for part in (*zip(*REQUESTS, strict=True), ANCHORS))
     rows, aux = sampling_rows(cuda, range(7)), random_aux(0, 7).to(cuda)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(cuda):
         drafter.commit(aux, positions, slots, cache)
         drafter.draft(anchors, positions + 1, slots, floors, rows, mode, WIDTH, cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -1,13 +1,15 @@
 """StepInputs: what a step's plan turns into, and what the layers are told."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from deepinfer.model.inputs import StepInputs
 from deepinfer.ops import engram, moe, norm
-from deepinfer.step import Chunk, StepPlan
-from tests.model.tiny import Batch, bound, model, new_cache, ragged, recording, text, text_with_images
+from deepinfer.step import Chunk, Round, StepPlan
+from tests.model.tiny import Batch, bound, model, new_cache, ragged, recording, rows_of, text, text_with_images
 
 
 def random_inputs(rng):
@@ -79,3 +81,117 @@ def test_image_positions_enter_with_their_embeddings_and_every_router_and_gate_k
         assert torch.equal(torch.cat([arguments[4] for arguments, _ in calls[moe.route][layer::layers]]), is_image)
     for place in range(2):
         assert torch.equal(torch.cat([arguments[4] for arguments, _ in calls[engram.engram_gate][place::2]]), is_image)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- rounds
+
+
+class Rounds:
+    """The same tokens twice: as a step of chunks and rounds, and as one of chunks alone."""
+
+    def __init__(self, rng, *, num_chunks, lens, has_floors=False, width=5):
+        self.network = model("golden", exact=True)
+        self.config = self.network.config
+        self.layout = new_cache(self.network, num_pages=1, num_slots=1).layout
+        pages, slots = rng.permutation(np.arange(1, 60)).astype(np.int32), rng.permutation(np.arange(1, 9))
+        self.chunks, self.same, self.rounds, ids = [], [], [], torch.zeros(len(lens), width + 1, dtype=torch.int64)
+        for number in range(num_chunks + len(lens)):
+            start = int(rng.integers(0, 90))
+            is_round = number >= num_chunks
+            count = 1 + lens[number - num_chunks] if is_round else int(rng.integers(1, 30))
+            num_pages = self.layout.pages_for(start + count)
+            floors = {"window_floor": int(rng.integers(0, start + 1)), "decoder_floor": int(rng.integers(0, start + 1))}
+            given = {"request_id": f"r{number}", "slot": int(slots[number]), "page_ids": pages[:num_pages]}
+            given |= floors if has_floors else {}
+            pages = pages[num_pages:]
+            token_ids = text(self.network, rng, count).token_ids
+            chunk = Chunk(start=start, token_ids=token_ids, num_logits=count if is_round else number % 2, **given)
+            self.same.append(chunk)
+            if is_round:
+                ids[number - num_chunks, :count] = torch.from_numpy(token_ids)
+                slack = int(rng.integers(0, 7))  # the host knows bounds only
+                self.rounds.append(Round(start=max(0, start - slack), start_max=start + slack, max_drafts=width, **given))
+            else:
+                self.chunks.append(chunk)
+        self.starts = torch.tensor([chunk.start for chunk in self.same[num_chunks:]])
+        self.lens, self.ids = torch.tensor(lens), ids
+
+    def plain(self):
+        return self._build(StepPlan(chunks=tuple(self.same)), None)
+
+    def inputs(self, num_more=0, num_drafts=None):
+        num_rows = int(self.lens.sum()) + len(self.lens) + num_more
+        laid = rows_of(self.starts, self.lens, self.ids, num_rows)
+        return self._build(StepPlan(chunks=tuple(self.chunks), rounds=tuple(self.rounds), num_drafts=5 * len(self.lens)), laid)
+
+    def _build(self, plan, rounds):
+        return StepInputs.build(
+            plan, config=self.config, layout=self.layout, device=torch.device("cpu"), rounds=rounds, replay_mode="mask"
+        )
+
+
+def check_layer(found, expected, num_more, reach):
+    """``found`` has ``num_more`` rows of nobody behind those of ``expected``, and one request more, who is nobody."""
+    num_rows, num_requests = len(expected.positions), len(expected.slots)
+    assert len(found.positions) == num_rows + num_more
+    for name in ("positions", "requests", "is_image"):
+        assert torch.equal(getattr(found, name)[:num_rows], getattr(expected, name)), name
+    for name in ("slots", "starts", "earlier_positions"):
+        assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
+    for name in ("ring_rows", "compressor_rows"):
+        kept = getattr(found, name)
+        assert torch.equal(kept[kept < num_rows], getattr(expected, name)), name
+    # Behind the earlier keys of all requests stand the step's own, and there is one request more.
+    shifted = torch.where(found.window_rows >= (num_requests + 1) * reach, found.window_rows - reach, found.window_rows)
+    assert torch.equal(shifted[:num_rows], expected.window_rows)
+    for ratio, rows in expected.store_rows.items():
+        for name in ("pages", "entries", "first_positions"):
+            assert torch.equal(getattr(found.store_rows[ratio], name)[:num_rows], getattr(rows, name)), (ratio, name)
+        assert (found.store_rows[ratio].pages[num_rows:] == 0).all()
+    assert (found.slots[found.requests[num_rows:]] == 0).all()
+
+
+@pytest.mark.parametrize("has_floors", [False, True], ids=["", "floors"])
+@pytest.mark.parametrize("num_chunks", [0, 2])
+@pytest.mark.parametrize(("lens", "num_more"), [([3, 0, 5], 0), ([3, 0, 5], 4), ([0], 0), ([0, 0], 3), ([5, 5, 5, 5], 0)])
+def test_tokens_of_rounds_are_laid_out_like_those_of_chunks(lens, num_more, num_chunks, has_floors, seed):
+    case = Rounds(np.random.default_rng(seed), num_chunks=num_chunks, lens=lens, has_floors=has_floors)
+    found, expected, reach = case.inputs(num_more), case.plain(), case.config.sliding_window - 1
+    num_rows = len(expected.token_ids)
+    assert torch.equal(found.token_ids[:num_rows], expected.token_ids)
+    assert torch.equal(found.lookback_rows[found.lookback_rows < num_rows], expected.lookback_rows)
+    assert torch.equal(found.logit_rows[: len(expected.logit_rows)], expected.logit_rows)
+    assert len(found.logit_rows) == len(expected.logit_rows) + num_more
+    check_layer(found.encoder, expected.encoder, num_more, reach)
+    check_layer(found.decoder, expected.decoder, num_more, reach)
+    rows = found.encoder.spans.round_rows
+    for number, length in enumerate(lens):
+        first = num_rows - sum(lens[number:]) - len(lens[number:])
+        own = list(range(first, first + length + 1))
+        assert rows[number].tolist() == own + [num_rows + num_more] * (6 - len(own))
+
+
+def test_prompts_leave_the_decoder_half_and_rounds_stay(seed):
+    case = Rounds(np.random.default_rng(seed), num_chunks=2, lens=[1, 2])
+    case.chunks = [dataclasses.replace(chunk, decoder_floor=chunk.end) for chunk in case.chunks]
+    num_chunk_rows = sum(len(chunk.token_ids) for chunk in case.chunks)
+    laid = rows_of(case.starts, case.lens, case.ids, 6)
+    plan = StepPlan(chunks=tuple(case.chunks), rounds=tuple(case.rounds), num_drafts=4)
+    found = StepInputs.build(plan, config=case.config, layout=case.layout, device=torch.device("cpu"), rounds=laid)
+    assert found.decoder_rows.tolist() == list(range(num_chunk_rows, num_chunk_rows + 6))
+    assert found.decoder.slots[found.decoder.requests].tolist() == [case.rounds[0].slot] * 2 + [case.rounds[1].slot] * 3 + [0]
+    assert found.logit_rows.tolist() == list(range(6))
+
+
+def test_rows_of_nobody_change_no_result_and_write_where_nobody_reads(seed):
+    case = Rounds(np.random.default_rng(seed), num_chunks=1, lens=[3, 0])
+    network = model("golden", exact=False)
+    results, memories = [], []
+    for num_more in (0, 4):
+        cache = new_cache(network, num_pages=60, num_slots=10)
+        outputs = network.run(case.inputs(num_more), cache)
+        count = outputs.hidden.shape[0] - num_more
+        results.append((outputs.hidden[:count], outputs.aux[: len(case.plain().token_ids)]))
+        memories.append((cache._pages.view(60, -1)[1:], cache._states.view(10, -1)[1:]))
+    for one, other in zip((*results[0], *memories[0]), (*results[1], *memories[1]), strict=True):
+        assert torch.equal(one, other)

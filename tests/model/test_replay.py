@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deepinfer.model.inputs import StepInputs
-from deepinfer.step import PENDING, Chunk, StepPlan
+from deepinfer.step import Chunk, StepPlan
 from tests.model.tiny import PAGE_TOKENS, fill_with_garbage, model, new_cache, ragged, text, whole
 
 KEEP = 16
@@ -46,14 +46,13 @@ class Run:
         return torch.cat(parts)
 
 
-def forward(network, cache, *chunks, mode="compact", last_tokens=None):
+def forward(network, cache, *chunks, mode="compact"):
     inputs = StepInputs.build(
         StepPlan(chunks=chunks),
         config=network.config,
         layout=cache.layout,
         device=network.device,
         replay_mode=mode,
-        last_tokens=last_tokens,
     )
     return network.forward(inputs, cache)
 
@@ -191,22 +190,3 @@ def test_copied_page_and_slot_part_ways_without_a_trace(seed):
             parts[run].append(run.step(stem + offset, stem + offset + 1, num_logits=1))
     for run, prompt in ((first, one), (second, two)):
         assert torch.equal(torch.cat(parts[run]), whole(network, prompt)[stem:])
-
-
-def test_pending_token_is_the_one_the_device_remembers():
-    rng = np.random.default_rng(1)
-    network = model("golden", exact=False)
-    prompt = text(network, rng, 30)
-    run = Run(network, cache_of(network, 1), prompt, slot=2, pages=range(1, 4))
-    run.step(0, 29)
-    last_tokens = torch.zeros(5, dtype=torch.int64)
-    last_tokens[2] = int(prompt.token_ids[29])
-    chunk = Chunk(
-        request_id="r",
-        slot=2,
-        start=29,
-        token_ids=np.array([PENDING], dtype=np.int32),
-        page_ids=np.array([1, 2], dtype=np.int32),
-        num_logits=1,
-    )
-    assert torch.equal(forward(network, run.cache, chunk, last_tokens=last_tokens), whole(network, prompt)[29:])

@@ -13,6 +13,7 @@ from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import StepInputs
 from deepinfer.model.weights import hashed_tensors
 from deepinfer.ops import op, quant
+from deepinfer.ops.sampling import lay_out_rounds
 from deepinfer.step import Chunk, StepPlan
 
 PAGE_TOKENS = 16
@@ -68,6 +69,12 @@ def bound(bodies):
         op.bind(op.REFERENCE)
         for each in op.registered().values():
             del each.implementations["test"]
+
+
+def rows_of(starts, lens, token_ids, num_rows):
+    """Rows of rounds that verify just ``lens`` drafts: no confidence and no budget makes them fewer."""
+    confidences = torch.zeros(len(starts), token_ids.shape[1] - 1)
+    return lay_out_rounds(confidences, token_ids.numel(), lens, starts, token_ids, num_rows)
 
 
 def recording(operators, calls):

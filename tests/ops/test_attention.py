@@ -1,5 +1,6 @@
 """Attention operators against loops over single tokens and entries."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.ops import attention, quant
-from deepinfer.ops.attention import CompressorWeights, IndexStore, Span
+from deepinfer.ops.attention import CompressorWeights, IndexStore, Span, Spans
 from deepinfer.ops.norm import Rotation, rope_frequencies, rotate
 
 HEAD_DIM, INDEX_DIM, INDEX_HEADS, PAGE_ENTRIES = 32, 32, 3, 4
@@ -56,7 +57,9 @@ class Indexed:
 
     @property
     def arguments(self):
-        return self.q, self.weights, self.store, self.page_ids, self.spans
+        positions = torch.tensor([position for _, _, position, _ in self.tokens()])
+        spans = Spans(chunks=self.spans, rounds=(), positions=positions, round_rows=torch.empty(0, 0, dtype=torch.int64))
+        return self.q, self.weights, self.store, self.page_ids, spans
 
     def tokens(self):
         """(row, span, position, scores of all visible entries) of every token."""
@@ -124,6 +127,83 @@ def test_topk_within_stays_inside_each_tokens_blocks(top_blocks, size, coarse, s
         assert found[row].tolist() == padded(expected, 5)
 
 
+class Grouped:
+    """The same tokens of many requests, as chunks and as rounds.
+
+    Contexts reach from nothing to twenty tiles of keys, in an order in which neighbours are scored together and apart; what the
+    host believes of rounds is as far off as it may be.
+    """
+
+    def __init__(self, rng, ratio, *, coarse, width):
+        starts = rng.permutation([0, 1, 6, 37, 90, 150, 151, 700, 1100, 1300]).tolist()
+        counts = rng.integers(1, width + 1, len(starts)).tolist()
+        slack = rng.integers(0, 3 * width, len(starts)).tolist()
+        num_pages = [-(-((start + count) // ratio) // PAGE_ENTRIES) or 1 for start, count in zip(starts, counts, strict=True)]
+        total, pool = sum(counts), sum(num_pages) + 1
+        records = quant.encode_index(normal(rng, pool * PAGE_ENTRIES, INDEX_DIM)).unflatten(0, (pool, PAGE_ENTRIES))
+        split = INDEX_DIM // 2
+        store = IndexStore(values=records[..., :split], scales=records[..., split:], ratio=ratio, head_dim=INDEX_DIM)
+        q, weights = quant.round_mxfp4(normal(rng, total, INDEX_HEADS, INDEX_DIM)), normal(rng, total, INDEX_HEADS)
+        if coarse:
+            q, weights = q.sign() * (torch.arange(INDEX_DIM) < 2), weights.round()
+        self.shared = q, weights, store, 1 + torch.from_numpy(rng.permutation(pool - 1))
+        rows, pages = np.cumsum([0, *counts]).tolist(), np.cumsum([0, *num_pages]).tolist()
+        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        chunks = [
+            Span(first_row=rows[i], num_rows=counts[i], start=starts[i], first_page=pages[i], num_pages=num_pages[i])
+            for i in range(len(starts))
+        ]
+        rounds = [
+            Span(first_row=0, num_rows=width, start=starts[i] + slack[i], first_page=pages[i], num_pages=num_pages[i])
+            for i in range(len(starts))
+        ]
+        nothing = torch.empty(0, 0, dtype=torch.int64)
+        self.chunks = Spans(chunks=tuple(chunks), rounds=(), positions=positions, round_rows=nothing)
+        self.spans = []
+        for first in (0, 1, 4):  # some requests may still be in their prompts
+            places = torch.tensor(rows[first:-1]).unsqueeze(1) + torch.arange(width)
+            is_there = torch.arange(width) < torch.tensor(counts[first:]).unsqueeze(1)
+            where = {"positions": positions, "round_rows": torch.where(is_there, places, total)}
+            self.spans.append(Spans(chunks=tuple(chunks[:first]), rounds=tuple(rounds[first:]), **where))
+
+    def check(self, operator, *args):
+        """Every mix of chunks and rounds gives the chunks' result."""
+        expected = operator(*self.shared, self.chunks, *args)
+        for spans in self.spans:
+            found = operator(*self.shared, spans, *args)
+            pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+            assert all(torch.equal(one, other) for one, other in pairs)
+        return expected
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["", "ties"])
+@pytest.mark.parametrize("width", [1, 6, 30])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_tokens_of_rounds_choose_what_they_choose_in_chunks(ratio, width, coarse, seed):
+    case = Grouped(np.random.default_rng(seed), ratio, coarse=coarse, width=width)
+    runs = list(attention._runs(case.spans[0].rounds, ratio))
+    assert 1 < len(runs) < len(case.spans[0].rounds)
+    case.check(attention.index_topk, 9)
+    _, blocks = case.check(attention.index_blocks, 9, 7, 4)
+    case.check(attention.index_topk_within, 9, blocks, 4)
+
+
+def test_rows_of_no_round_choose_nothing(seed):
+    case = Grouped(np.random.default_rng(seed), 1, coarse=False, width=6)
+    q, weights, store, page_ids = case.shared
+    spans = case.spans[0]
+    total = len(spans.positions)
+    padded = dataclasses.replace(
+        spans,
+        positions=torch.cat([spans.positions, torch.zeros(3, dtype=torch.int64)]),
+        round_rows=torch.where(spans.round_rows == total, total + 3, spans.round_rows),
+    )
+    q, weights = (torch.cat([each, torch.full_like(each[:3], 1e3)]) for each in (q, weights))
+    found = attention.index_topk(q, weights, store, page_ids, padded, 9)
+    assert torch.equal(found[:total], attention.index_topk(*case.shared, spans, 9))
+    assert (found[total:] == -1).all()
+
+
 @given(
     st.lists(st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 2.0, 2.5]), min_size=7, max_size=7), min_size=1), st.integers(1, 9)
 )
@@ -143,7 +223,7 @@ def test_scores_of_many_heads_and_keys_are_the_formula(seed):
     store = IndexStore(values=records[..., :split], scales=records[..., split:], ratio=1, head_dim=INDEX_DIM)
     q, weights = normal(rng, num_tokens, heads, INDEX_DIM), normal(rng, num_tokens, heads)
     span = Span(first_row=0, num_rows=num_tokens, start=start, first_page=0, num_pages=18)
-    found = attention._score_span(q, weights, store, torch.arange(1, 19), span).scores
+    found = attention._score_chunk(q, weights, store, torch.arange(1, 19), span).scores
     keys = quant.decode_index(records[1:19].flatten(0, 1)[:180], INDEX_DIM, torch.float64)
     expected = (torch.einsum("thd,ed->the", q, keys).clamp_min(0) * weights[..., None]).sum(1)
     positions = start + torch.arange(num_tokens)

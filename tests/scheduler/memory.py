@@ -1,12 +1,16 @@
 """A worker without a model: it keeps what a device would keep, but of every token only a fingerprint of the prefix up to it.
 
-A chunk is refused if anything that it would read was not written for exactly this prefix, or if it would write what others share.
-The next token is a function of the prefix, so whatever the schedule, a request's tokens are the same.
+A chunk or round is refused if anything that it would read was not written for exactly this prefix, or if it would write what
+others share.  The next token is a function of the prefix, so whatever the schedule, a request's tokens are the same.  How many
+drafts of a round are accepted is random, unless a test says it; the rejected ones leave rubbish behind.
 """
+
+import random
+from dataclasses import dataclass
 
 import numpy as np
 
-from deepinfer.step import PENDING, Sampled, StepResult
+from deepinfer.step import Sampled, StepResult
 
 WORD_IDS = 40
 """Sampled ids are below it, the end token among them."""
@@ -51,8 +55,10 @@ class Sequence:
 class MemoryWorker:
     """Pages and slots filled with fingerprints."""
 
-    def __init__(self, layout, *, num_pages, num_slots, max_model_len, image_token_id):
+    def __init__(self, layout, *, num_pages, num_slots, max_model_len, image_token_id, num_drafts=0, accept=None, seed=0):
         self.layout, self.max_model_len, self.image_token_id = layout, max_model_len, image_token_id
+        self.num_drafts, self.rng = num_drafts, random.Random(seed)
+        self.accept = accept or (lambda count: self.rng.choice([0, self.rng.randint(0, count), count]))
         self.window, self.lookback = layout.config.sliding_window, layout.config.engram_max_ngram_size - 1
         ring = layout.ring_tokens
         self.pages = np.zeros((num_pages, layout.page_tokens), dtype=np.uint64)
@@ -61,7 +67,8 @@ class MemoryWorker:
         self.ring_floors = np.zeros((num_slots, ring), dtype=np.int64)  # decoder floor that a row was computed with
         self.lookback_positions = np.full((num_slots, layout.lookback_ring), -1, dtype=np.int64)
         self.lookback_ids = np.zeros((num_slots, layout.lookback_ring), dtype=np.int32)
-        self.last_tokens = np.full(num_slots, PENDING, dtype=np.int32)
+        self.anchors = np.full(num_slots, -1, dtype=np.int64)  # position of the token that a slot's request got last
+        self.owners = [None] * num_slots
         self.sequences = {}
         self.num_rows = 0
 
@@ -77,16 +84,57 @@ class MemoryWorker:
         for chunk in plan.chunks:
             if chunk.restore_from is not None:
                 self._copy_slot(chunk.restore_from, chunk.slot)
+        spans = [_Span.of_chunk(chunk) for chunk in plan.chunks if chunk.request_id]
+        spans += self._rounds(plan)
         for chunk in plan.chunks:
             if chunk.request_id:
-                self._check_reads(chunk)
-        written = [page for chunk in plan.chunks if chunk.request_id for page in self._write(chunk)]
+                self._check_tokens(chunk)
+        for span in spans:
+            self._check_reads(span)
+        written = [page for span in spans for page in self._write(span)]
         assert len(set(written)) == len(written), "two chunks write one page"
+        for each in (*plan.chunks, *plan.rounds):
+            assert each.save_to is None or each.save_to not in {span.slot for span in spans}, "state is saved over a request"
+        sampled = {}
         for chunk in plan.chunks:
             if chunk.save_to is not None:
-                assert chunk.save_to not in {each.slot for each in plan.chunks}, "state is saved over a running request"
                 self._copy_slot(chunk.slot, chunk.save_to)
-        return StepResult(sampled={chunk.request_id: self._sample(chunk) for chunk in plan.chunks if chunk.num_logits})
+            if chunk.samples or chunk.anchor_id is not None:
+                self.anchors[chunk.slot], self.owners[chunk.slot] = chunk.end, chunk.request_id
+            if chunk.samples:
+                sampled[chunk.request_id] = self._sampled(chunk.request_id, chunk.end, chunk.end + 1, 0)
+        for each, span in zip(plan.rounds, spans[len(spans) - len(plan.rounds) :], strict=True):
+            end = span.start + 1 + span.num_accepted
+            if each.save_to is not None and span.start < each.save_at <= end:
+                self._copy_slot(each.slot, each.save_to)
+            self.anchors[each.slot] = end
+            sampled[each.request_id] = self._sampled(each.request_id, span.start + 1, end + 1, span.end - span.start - 1)
+        num_drafting = sum(chunk.samples or chunk.anchor_id is not None for chunk in plan.chunks) + len(plan.rounds)
+        confidences = np.array([[self.rng.random() for _ in range(self.num_drafts)] for _ in range(num_drafting)])
+        targets = {
+            chunk.request_id: tuple(-float(each) for each in chunk.target_ids)
+            for chunk in plan.chunks
+            if chunk.target_ids is not None
+        }
+        return StepResult(sampled=sampled, prompt_logprobs=targets, confidences=confidences, duration_ms=1.0)
+
+    def _rounds(self, plan):
+        """Where the rounds stand, how many drafts each verifies, and how many it accepts."""
+        spans = []
+        left = plan.num_drafts
+        assert left <= sum(each.max_drafts for each in plan.rounds)
+        for number, each in enumerate(plan.rounds):
+            assert self.owners[each.slot] == each.request_id, "a round goes on where its request stopped"
+            start = int(self.anchors[each.slot])
+            assert each.start <= start <= each.start_max, "the anchor is within its bounds"
+            sequence = self.sequences[each.request_id]
+            room = max(0, sequence.length - start - 2)
+            others = sum(other.max_drafts for other in plan.rounds[number + 1 :])
+            count = min(each.max_drafts, self.rng.randint(max(0, left - others), min(left, each.max_drafts)))
+            left -= count
+            count = min(count, room)
+            spans.append(_Span.of_round(each, start, count, self.accept(count)))
+        return spans
 
     def _copy_slot(self, source, target):
         assert source != target
@@ -99,62 +147,104 @@ class MemoryWorker:
         ):
             each[target] = each[source]
 
-    def _check_reads(self, chunk):
-        sequence, start, slot = self.sequences[chunk.request_id], chunk.start, chunk.slot
-        known = chunk.token_ids
-        if known[-1] == PENDING:
-            assert len(known) == 1, "a pending token is alone"
-            assert self.last_tokens[slot] == sequence.ids[start], "the pending token was sampled in the step before"
-        else:
-            assert (known >= 0).all()
-            assert (known == sequence.ids[start : chunk.end]).all(), "a chunk carries its request's tokens"
+    def _check_tokens(self, chunk):
+        sequence, start = self.sequences[chunk.request_id], chunk.start
+        assert (chunk.token_ids >= 0).all()
+        assert (chunk.token_ids == sequence.ids[start : chunk.end]).all(), "a chunk carries its request's tokens"
         assert chunk.num_image_before == (sequence.ids[:start] == self.image_token_id).sum()
-        assert (self._stored(chunk, max(start, chunk.write_floor)) == sequence.prints[: max(start, chunk.write_floor)]).all(), (
-            f"{chunk.request_id}: pages before {start} hold another prefix"
-        )
-        first = max(chunk.window_floor, start - self.window + 1, 0)
-        if start % 2:
-            first = min(first, max(start - 1, chunk.window_floor))  # the pending half of a pair
-        at = np.arange(first, start)
-        if len(at):
-            places = at % self.layout.ring_tokens
-            assert (self.ring_positions[slot, places] == at).all(), f"{chunk.request_id}: window before {start} is missing"
-            assert (self.ring_prints[slot, places] == sequence.prints[at]).all(), "the window holds another prefix"
-            floors = self.ring_floors[slot, places][at >= chunk.decoder_floor]
-            assert (floors == chunk.decoder_floor).all(), "the decoder half of the window began elsewhere"
+        assert chunk.anchor_id is None or chunk.anchor_id == sequence.ids[chunk.end]
+        assert chunk.history_ids is None or (chunk.history_ids == sequence.ids[: len(chunk.history_ids)]).all()
+        if chunk.target_ids is not None:
+            first = chunk.end - chunk.num_logits + 1
+            assert (chunk.target_ids == sequence.ids[first : first + len(chunk.target_ids)]).all()
         before = np.arange(max(0, start - self.lookback), start)
         if chunk.lookback_ids is not None:
             assert (chunk.lookback_ids == sequence.ids[before]).all(), "look-back ids are the tokens before the chunk"
-            self._look_back(slot, before, chunk.lookback_ids)
+            self._look_back(chunk.slot, before, chunk.lookback_ids)
+
+    def _check_reads(self, span):
+        sequence, start, slot = self.sequences[span.request_id], span.start, span.slot
+        known = max(start, span.write_floor)
+        assert (self._stored(span, known) == sequence.prints[:known]).all(), (
+            f"{span.request_id}: pages before {start} hold another prefix"
+        )
+        first = max(span.window_floor, start - self.window + 1, 0)
+        if start % 2:
+            first = min(first, max(start - 1, span.window_floor))  # the pending half of a pair
+        at = np.arange(first, start)
+        if len(at):
+            places = at % self.layout.ring_tokens
+            assert (self.ring_positions[slot, places] == at).all(), f"{span.request_id}: window before {start} is missing"
+            assert (self.ring_prints[slot, places] == sequence.prints[at]).all(), "the window holds another prefix"
+            floors = self.ring_floors[slot, places][at >= span.decoder_floor]
+            assert (floors == span.decoder_floor).all(), "the decoder half of the window began elsewhere"
+        before = np.arange(max(0, start - self.lookback), start)
         places = before % self.layout.lookback_ring
         assert (self.lookback_positions[slot, places] == before).all(), "look-back is missing"
         assert (self.lookback_ids[slot, places] == sequence.ids[before]).all(), "look-back holds other tokens"
 
-    def _stored(self, chunk, end):
-        assert len(chunk.page_ids) >= self.layout.pages_for(max(chunk.end, end)), "pages cover the chunk"
-        return self.pages[chunk.page_ids[: self.layout.pages_for(end)]].reshape(-1)[:end]
+    def _stored(self, span, end):
+        assert len(span.page_ids) >= self.layout.pages_for(max(span.end, end)), "pages cover the chunk"
+        return self.pages[span.page_ids[: self.layout.pages_for(end)]].reshape(-1)[:end]
 
     def _look_back(self, slot, positions, ids):
         self.lookback_positions[slot, positions % self.layout.lookback_ring] = positions
         self.lookback_ids[slot, positions % self.layout.lookback_ring] = ids
 
-    def _write(self, chunk):
+    def _write(self, span):
         """Returns the pages written to."""
-        sequence, slot, size = self.sequences[chunk.request_id], chunk.slot, self.layout.page_tokens
-        self.num_rows += len(chunk.token_ids)
-        kept = np.arange(max(chunk.start, chunk.end - self.layout.ring_tokens), chunk.end)
-        self.ring_positions[slot, kept % self.layout.ring_tokens] = kept
-        self.ring_prints[slot, kept % self.layout.ring_tokens] = sequence.prints[kept]
-        self.ring_floors[slot, kept % self.layout.ring_tokens] = chunk.decoder_floor
-        kept = kept[-self.layout.lookback_ring :]
-        self._look_back(slot, kept, sequence.ids[kept])
-        new = np.arange(max(chunk.start, chunk.write_floor), chunk.end)
-        pages = chunk.page_ids[new // size]
-        self.pages[pages, new % size] = sequence.prints[new]
+        sequence, slot, size = self.sequences[span.request_id], span.slot, self.layout.page_tokens
+        self.num_rows += span.end - span.start
+        at = np.arange(span.start, span.end)
+        ids, prints = sequence.ids[at].copy(), sequence.prints[at].copy()
+        if span.num_accepted is not None:  # drafts that are rejected stand for another text
+            ids[1 + span.num_accepted :] = self.rng.randrange(1 << 20)
+            prints[1 + span.num_accepted :] = self.rng.getrandbits(60)
+        kept = slice(max(0, len(at) - self.layout.ring_tokens), None)
+        self.ring_positions[slot, at[kept] % self.layout.ring_tokens] = at[kept]
+        self.ring_prints[slot, at[kept] % self.layout.ring_tokens] = prints[kept]
+        self.ring_floors[slot, at[kept] % self.layout.ring_tokens] = span.decoder_floor
+        kept = slice(max(0, len(at) - self.layout.lookback_ring), None)
+        self._look_back(slot, at[kept], ids[kept])
+        new = at >= span.write_floor
+        pages = span.page_ids[at[new] // size]
+        self.pages[pages, at[new] % size] = prints[new]
         return set(pages.tolist())
 
-    def _sample(self, chunk):
-        sequence = self.sequences[chunk.request_id]
-        token_id = int(sequence.ids[chunk.end])
-        self.last_tokens[chunk.slot] = token_id
-        return Sampled(token_id=token_id, logprob=-1.0)
+    def _sampled(self, name, start, end, num_drafts):
+        """Tokens ``start`` … ``end`` - 1."""
+        count = end - start
+        return Sampled(
+            token_ids=tuple(self.sequences[name].ids[start:end].tolist()),
+            logprobs=(-1.0,) * count,
+            top_token_ids=((),) * count,
+            top_logprobs=((),) * count,
+            num_drafts=num_drafts,
+            confidences=(0.5,) * num_drafts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """Rows of a chunk, or of a round once it is known where it stands."""
+
+    request_id: str
+    slot: int
+    start: int
+    end: int
+    page_ids: np.ndarray
+    window_floor: int
+    write_floor: int
+    decoder_floor: int
+    num_accepted: int | None = None
+
+    @classmethod
+    def of_chunk(cls, chunk):
+        names = ("request_id", "slot", "start", "end", "page_ids", "window_floor", "write_floor", "decoder_floor")
+        return cls(**{name: getattr(chunk, name) for name in names})
+
+    @classmethod
+    def of_round(cls, each, start, count, accepted):
+        names = ("request_id", "slot", "page_ids", "window_floor", "decoder_floor")
+        same = {name: getattr(each, name) for name in names}
+        return cls(start=start, end=start + 1 + count, write_floor=0, num_accepted=accepted, **same)

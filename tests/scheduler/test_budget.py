@@ -111,20 +111,19 @@ def test_ties_fill_the_bucket_that_pays():
     assert choose_total(np.ones((4, 5)), np.full(4, 5), curve, max_rows=WIDE) == 4
 
 
-def test_without_a_curve_everything_is_verified_that_fits():
+def test_where_rows_cost_nothing_everything_is_verified_that_fits():
     caps = np.array([5, 0, 2])
-    survival = np.zeros((3, 5))
-    assert choose_total(survival, caps, None, max_rows=WIDE) == 7
-    assert choose_total(survival, caps, None, max_rows=8) == 5
-    assert choose_total(survival, caps, None, max_rows=8, num_other_rows=4) == 1
-    assert choose_total(survival, caps, None, max_rows=2) == 0
+    survival, flat = np.full((3, 5), 0.1), CostCurve([1, WIDE], [1.0, 1.0])
+    assert choose_total(survival, caps, flat, max_rows=WIDE) == 7
+    assert choose_total(survival, caps, flat, max_rows=8) == 5
+    assert choose_total(survival, caps, flat, max_rows=8, num_other_rows=4) == 1
+    assert choose_total(survival, caps, flat, max_rows=2) == 0
 
 
 @pytest.mark.parametrize("num_requests", [0, 1, 3])
 def test_no_caps_means_no_drafts(num_requests):
     caps = np.zeros(num_requests, np.int64)
-    for curve in (None, LINEAR):
-        assert choose_total(np.ones((num_requests, 5)), caps, curve, max_rows=WIDE) == 0
+    assert choose_total(np.ones((num_requests, 5)), caps, LINEAR, max_rows=WIDE) == 0
 
 
 def test_one_request_stops_where_survival_no_longer_pays():
@@ -318,6 +317,12 @@ def test_sizes_without_samples_follow_the_others():
     curve = CostCurve([8, 16, 32], [1.0, 2.0, 4.0])
     feed(curve, 12, [3.0] * 11)  # rounded up to 16
     assert cost(curve, 8, 16, 32) == [1.5, 3, 6]
+
+
+def test_steps_between_two_sizes_count_for_the_larger():
+    curve = CostCurve([8, 16, 32], [1.0, 2.0, 4.0], max_padded_rows=8)
+    feed(curve, 24, [6.0] * 11)  # twice what the profile says half way between 16 and 32
+    assert cost(curve, 8, 16, 24, 32) == [2, 4, 6, 8]
 
 
 def test_old_samples_are_forgotten():

@@ -1,6 +1,7 @@
 """Random histories: whatever happens, memory is right, nothing is lost, and every request gets its tokens and ends once."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -31,6 +32,9 @@ class History:
             "stop_preempted_request": rng.random() < 0.2,
             "decoder_keep_tokens": rng.choice([0, 0, 16]),
             "save_states": rng.random() < 0.8,
+            "num_drafts": rng.choice([0, 0, 1, 2, 5]),
+            "is_adaptive": rng.random() < 0.5,
+            "seed": seed,
             "kv": {
                 "is_replay_exact": rng.random() < 0.3,
                 "enable_prefix_cache": rng.random() < 0.9,
@@ -121,18 +125,20 @@ class History:
     "part", [pytest.param(part, marks=[pytest.mark.slow] * (part >= NUM_PARTS)) for part in range(NUM_SLOW_PARTS)]
 )
 def test_any_history_keeps_every_promise(part):
-    num_checks, number, seen = 0, 0, dict.fromkeys(["preempted", "restarted", "state", "replay", "branched"], 0)
+    num_checks, number, seen = 0, 0, Counter()
     while num_checks < CHECKS_A_PART:
         history = History(1000 * part + number)
         history.run(150)
         num_checks, number = num_checks + history.num_checks, number + 1
-        world, counts = history.world, history.world.kv.counts
-        seen["preempted"] += world.scheduler.stats().num_preempted
-        seen["restarted"] += world.num_restarts
-        seen["state"] += counts.num_state_hits
-        seen["replay"] += counts.num_replay_hits
-        seen["branched"] += world.num_branched
-    assert min(seen.values()) >= 20, f"the histories are too tame to show anything: {seen}"
+        world, counts, stats = history.world, history.world.kv.counts, history.world.scheduler.stats()
+        num_accepted = sum(stats.num_accepted_drafts)
+        seen += Counter({"accepted": num_accepted, "rejected": sum(stats.num_verified_drafts) - num_accepted})
+        seen += Counter({"saved by rounds": world.num_saved, "unsaved": world.num_unsaved, "cut inside a round": world.num_cut})
+        seen += Counter({"preempted": stats.num_preempted, "restarted": world.num_restarts, "branched": world.num_branched})
+        seen += Counter({"state": counts.num_state_hits, "replay": counts.num_replay_hits})
+    assert len(seen) == 10
+    tame = {what for what, count in seen.items() if count < (5 if what == "cut inside a round" else 20)}
+    assert not tame, f"the histories are too tame to show anything: {seen}"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -150,8 +156,14 @@ def test_schedule_changes_no_token(seed):
         {"num_pages": 60, "is_async": True},
         {"num_pages": 22},
         {"num_pages": 22, "is_async": True},
+        {"num_pages": 60, "num_drafts": 5, "max_num_batched_tokens": 40},
+        {"num_pages": 60, "num_drafts": 2, "is_async": True},
+        {"num_pages": 60, "num_drafts": 5, "is_async": True, "is_adaptive": True},
+        {"num_pages": 22, "num_drafts": 5},
+        {"num_pages": 22, "num_drafts": 2, "is_async": True},
+        {"num_pages": 22, "num_drafts": 5, "is_async": True, "is_adaptive": True},
     ):
-        world = World(**settings)
+        world = World(seed=seed, **settings)
         for number, each in enumerate(requests):
             world.add(str(number), each["prompt"], each["max_tokens"])
         world.drain()

@@ -6,42 +6,30 @@ import pytest
 from deepinfer.errors import ContextTooLong, RequestError
 from deepinfer.request import FinishReason, Request, SamplingParams
 from deepinfer.scheduler.scheduler import Limits, Scheduler
-from deepinfer.step import PENDING, Sampled, StepResult
-from tests.scheduler.world import EOS, IMAGE, LAYOUT, PAGE, WINDOW, WORD, World
+from deepinfer.step import Sampled, StepResult
+from tests.scheduler.world import (
+    EOS,
+    IMAGE,
+    LAYOUT,
+    PAGE,
+    WINDOW,
+    WORD,
+    World,
+    chunks_of,
+    names_of,
+    plan_of,
+    rows_of,
+    run_ahead,
+    words,
+)
 
 MARGIN = WINDOW + 6
 
 
-def chunks_of(world):
-    """Plan, run and commit one step: (request, start, end) of its chunks."""
-    return [(chunk.request_id, chunk.start, chunk.end) for chunk in plan_of(world).chunks]
-
-
-def plan_of(world):
-    """Plan, run and commit one step."""
-    plan = world.scheduler.plan()
-    assert plan is not None
-    world._check_plan(plan)
-    result = world.worker.run(plan)
-    world.in_flight.append((plan, result))
-    world.commit()
-    world.check()
-    return plan
-
-
-def run_ahead(world):
-    """Plan a step and leave it in flight."""
-    plan = world.scheduler.plan()
-    assert plan is not None
-    world._check_plan(plan)
-    world.in_flight.append((plan, world.worker.run(plan)))
-    world.check()
-    return plan
-
-
 def result_of(plan, token_id=WORD):
-    names = [chunk.request_id for chunk in plan.chunks if chunk.num_logits]
-    return StepResult(sampled={name: Sampled(token_id=token_id, logprob=-1.0) for name in names})
+    names = [chunk.request_id for chunk in plan.chunks if chunk.samples] + [each.request_id for each in plan.rounds]
+    one = Sampled(token_ids=(token_id,), logprobs=(-1.0,), top_token_ids=((),), top_logprobs=((),))
+    return StepResult(sampled=dict.fromkeys(names, one))
 
 
 def outputs_of(world, token_id=WORD):
@@ -52,11 +40,6 @@ def outputs_of(world, token_id=WORD):
         world.scheduler.check()
     assert world.scheduler.is_idle
     return outputs
-
-
-def words(count, first=2):
-    """A prompt without repetition."""
-    return [first + number for number in range(count)]
 
 
 # --------------------------------------------------------------------------------------------------------------- budget
@@ -181,12 +164,14 @@ def test_two_short_requests_fit_where_their_longest_outputs_would_not():
 # ------------------------------------------------------------------------------------------------------------ one step ahead
 
 
-def test_step_ahead_carries_the_token_that_is_not_known_yet():
+def test_step_ahead_goes_on_from_the_token_that_is_not_known_yet():
     world = World(is_async=True)
     world.add("a", words(3))
     run_ahead(world)
-    (chunk,) = run_ahead(world).chunks
-    assert (chunk.start, chunk.token_ids.tolist(), chunk.num_logits) == (3, [PENDING], 1)
+    plan = run_ahead(world)
+    (each,) = plan.rounds
+    assert plan.chunks == ()
+    assert (each.start, each.start_max, each.max_drafts) == (3, 3, 0)
     world.commit()
     assert len(world.outputs["a"]) == 1
 
@@ -271,7 +256,7 @@ def test_longest_answer_is_preempted_and_its_tokens_stay():
     world = two_that_collide()
     told = len(world.outputs["b"])
     plan = until_preempted(world)
-    assert [chunk.request_id for chunk in plan.chunks] == ["a"]
+    assert names_of(plan) == ["a"]
     assert len(world.outputs["b"]) > told
     world.drain()
     assert world.num_restarts == 1
@@ -283,7 +268,7 @@ def test_lowest_priority_is_preempted_first():
     plan_of(world)
     plan_of(world)
     world.add("a", words(7, first=30), 10, ignore_eos=True)
-    assert [chunk.request_id for chunk in until_preempted(world).chunks] == ["b"]
+    assert names_of(until_preempted(world)) == ["b"]
     world.drain()
 
 
@@ -313,7 +298,7 @@ def test_step_that_preempts_admits_nobody():
     world = two_that_collide()
     plan_of(world)
     world.add("c", words(8, first=50), 1, priority=1)
-    assert [chunk.request_id for chunk in until_preempted(world).chunks] == ["a"]
+    assert names_of(until_preempted(world)) == ["a"]
     assert world.kv.num_free_pages >= 2, "there would be room"
     assert [name for name, _, _ in chunks_of(world)] == ["a", "c"]
     world.drain()
@@ -412,8 +397,8 @@ def test_replay_hit_computes_the_window_again_and_writes_no_shared_page():
     assert (chunk.start, chunk.window_floor, chunk.write_floor) == (hit - WINDOW, hit - WINDOW, hit)
     assert chunk.restore_from is None
     assert chunk.lookback_ids.tolist() == words(40)[hit - WINDOW - 3 : hit - WINDOW]
-    (chunk,) = plan_of(world).chunks
-    assert (chunk.start, chunk.lookback_ids, chunk.write_floor) == (40, None, hit)
+    (each,) = plan_of(world).rounds
+    assert (each.start, each.window_floor) == (40, hit - WINDOW)
     world.drain()
 
 
@@ -474,7 +459,7 @@ def test_fork_shares_full_pages_copies_the_last_and_starts_from_the_state():
     world = parent_at(World(num_slots=9, max_num_batched_tokens=60), 4)
     world.add("child", world.told("parent"), 6, parent="parent")
     plan = plan_of(world)
-    chunk, parent = plan.chunks
+    (chunk,), (parent,) = plan.chunks, plan.rounds
     assert (chunk.request_id, chunk.start, chunk.end) == ("child", 21, 22)
     assert chunk.restore_from == parent.slot
     assert (chunk.page_ids[:5] == parent.page_ids[:5]).all()
@@ -492,9 +477,9 @@ def test_fork_waits_until_nothing_of_its_parent_is_in_flight():
     world.add("child", world.told("parent"), 6, parent="parent")
     assert world.scheduler.plan() is None, "the parent stands still"
     world.commit()
-    chunks = run_ahead(world).chunks
-    assert [chunk.request_id for chunk in chunks] == ["child", "parent"]
-    assert (chunks[0].start, chunks[1].start) == (17, 18), "rolled back by the token that was in flight"
+    plan = run_ahead(world)
+    assert [chunk.request_id for chunk in plan.chunks] == ["child"]
+    assert rows_of(plan) == [("parent", 18, 19), ("child", 17, 18)], "rolled back by the token that was in flight"
     world.drain()
 
 
@@ -504,7 +489,7 @@ def test_fork_of_a_waiting_request_starts_when_the_prompt_is_computed():
     world.add("child", words(18), 9, ignore_eos=True, parent="parent")
     assert chunks_of(world) == [("parent", 0, 10)]
     assert chunks_of(world) == [("parent", 10, 18)]
-    assert chunks_of(world) == [("child", 17, 18), ("parent", 18, 19)]
+    assert chunks_of(world) == [("parent", 18, 19), ("child", 17, 18)]
     world.drain()
     assert world.outputs["child"] == world.outputs["parent"]
 
@@ -539,7 +524,8 @@ def test_fork_into_a_replay_is_admitted_like_any_other():
 def test_fork_keeps_the_decoder_floor_that_its_state_was_made_with():
     world = parent_at(World(num_slots=9, decoder_keep_tokens=MARGIN + 2, max_num_batched_tokens=60), 6)
     world.add("child", world.told("parent"), 6, parent="parent")
-    child, parent = plan_of(world).chunks
+    plan = plan_of(world)
+    (child,), (parent,) = plan.chunks, plan.rounds
     assert child.decoder_floor == parent.decoder_floor == 2
     world.drain()
 
@@ -595,7 +581,7 @@ def test_output_repeats_what_was_sampled():
     world = World()
     world.add("a", words(3))
     plan = world.scheduler.plan()
-    sampled = Sampled(token_id=9, logprob=-0.5, top_token_ids=(9, 8), top_logprobs=(-0.5, -2.0))
+    sampled = Sampled(token_ids=(9,), logprobs=(-0.5,), top_token_ids=((9, 8),), top_logprobs=((-0.5, -2.0),))
     (output,) = world.scheduler.commit(plan, StepResult(sampled={"a": sampled}))
     assert (output.token_id, output.token_logprobs) == (9, -0.5)
     assert (output.top_token_ids, output.top_logprobs) == ((9, 8), (-0.5, -2.0))

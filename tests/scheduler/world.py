@@ -6,6 +6,7 @@ from deepinfer.config import named_config
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import FinishReason, Request, SamplingParams
+from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.memory import MemoryWorker
 
@@ -18,15 +19,37 @@ WINDOW = LAYOUT.config.sliding_window
 class World:
     """Invariant: everything that :meth:`step` asserts."""
 
-    def __init__(self, *, is_async=False, num_pages=40, num_slots=6, replay=WINDOW, kv=None, **limits):
+    def __init__(
+        self,
+        *,
+        is_async=False,
+        num_pages=40,
+        num_slots=6,
+        replay=WINDOW,
+        kv=None,
+        is_adaptive=False,
+        accept=None,
+        seed=0,
+        **limits,
+    ):
         given = {"max_model_len": 72, "max_num_seqs": 4, "max_num_batched_tokens": 16, "eos_token_id": EOS}
         self.limits = Limits(**(given | limits), image_token_id=IMAGE)
         keep = self.limits.decoder_keep_tokens
         margin = max(WINDOW + 6, keep)
         self.kv = KVManager(LAYOUT, num_pages=num_pages, num_slots=num_slots, replay_tokens=replay, margin=margin, **(kv or {}))
-        self.scheduler = Scheduler(self.kv, self.limits)
+        num_drafts = self.limits.num_drafts
+        curve = CostCurve([1, 2, 4, 8, 16], [1.0, 1.1, 1.6, 2.8, 5.0])
+        budget = DraftBudget(num_slots, num_drafts, curve) if is_adaptive and num_drafts else None
+        self.scheduler = Scheduler(self.kv, self.limits, budget)
         self.worker = MemoryWorker(
-            LAYOUT, num_pages=num_pages, num_slots=num_slots, max_model_len=self.limits.max_model_len, image_token_id=IMAGE
+            LAYOUT,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            max_model_len=self.limits.max_model_len,
+            image_token_id=IMAGE,
+            num_drafts=num_drafts,
+            accept=accept,
+            seed=seed,
         )
         self.is_async = is_async
         self.in_flight = []
@@ -34,10 +57,12 @@ class World:
         self.sequences = {}
         self.ended = {}
         self.outputs = {}
-        self.planned = {}  # request -> (end of its last chunk, its decoder floor)
+        self.planned = {}  # request -> (end of its last chunk or None after a round, its decoder floor)
         self.cached = {}  # request -> tokens of its prompt that were not computed
         self.stem_of = {}  # request -> what its pictures show
         self.num_restarts = self.num_branched = 0
+        self.num_saved = self.num_unsaved = 0  # by rounds; when no round had reached the end of the page
+        self.num_cut = 0  # requests that ended inside a round while another round of them was in flight
 
     def add(self, name, prompt, max_tokens=4, *, is_schedulable=True, parent=None, **given):
         names = {"priority", "salt", "images", "checkpoints"} & given.keys()
@@ -93,15 +118,18 @@ class World:
 
     def commit(self):
         plan, result = self.in_flight.pop(0)
-        expected = [
-            chunk.request_id
-            for chunk in plan.chunks
-            if chunk.num_logits and (row := self.scheduler._rows.get(chunk.request_id)) and row.num_in_flight
-        ]
+        alive = self.scheduler._rows
+        expected = {name for name in result.sampled if name in alive and alive[name].num_in_flight}
+        savings = [row.saving for each in plan.rounds if (row := alive.get(each.request_id)) and row.saving and row.num_in_flight]
         outputs = self.scheduler.commit(plan, result)
         self._take(outputs)
-        assert len({each.request_id for each in outputs}) == len(outputs)
-        assert {each.request_id for each in outputs if each.token_id is not None} <= set(expected)
+        assert {each.request_id for each in outputs if each.token_id is not None} <= expected
+        self.num_saved += sum(saving.is_done for saving in savings)
+        kept = {id(row.saving) for row in self.scheduler._running.values()}
+        self.num_unsaved += sum(not saving.is_done and id(saving) not in kept for saving in savings)
+        ahead = {each.request_id for plan, _ in self.in_flight for each in plan.rounds}
+        for name in {each.request_id for each in outputs if each.finished} & ahead & expected:
+            self.num_cut += self.outputs[name][-1] != result.sampled[name].token_ids[-1]
 
     def drain(self):
         """Run until nothing is left, and see that everything was given back and told; returns the number of turns."""
@@ -128,32 +156,35 @@ class World:
         return num_turns
 
     def _check_plan(self, plan):
-        limits, chunks = self.limits, plan.chunks
-        sizes = [len(chunk.token_ids) for chunk in chunks]
-        assert min(sizes) > 0
-        assert sum(sizes) <= limits.max_num_batched_tokens
-        assert len(sizes) <= limits.max_num_seqs
-        slots = [chunk.slot for chunk in chunks]
+        limits, chunks, rounds = self.limits, plan.chunks, plan.rounds
+        assert all(len(chunk.token_ids) for chunk in chunks)
+        assert 0 <= plan.num_drafts <= sum(each.max_drafts for each in rounds)
+        assert self.scheduler._budget or plan.num_drafts == sum(each.max_drafts for each in rounds)
+        assert 0 < plan.num_rows <= limits.max_num_batched_tokens
+        assert len(chunks) + len(rounds) <= limits.max_num_seqs
+        slots = [each.slot for each in (*chunks, *rounds)]
         assert 0 not in slots
         assert len(set(slots)) == len(slots)
-        assert len({chunk.request_id for chunk in chunks}) == len(chunks)
+        assert len({each.request_id for each in (*chunks, *rounds)}) == len(slots)
         prompts = [chunk for chunk in chunks if chunk.end - chunk.start > 1]
         assert len(prompts) <= 1 or sum(chunk.end for chunk in prompts) <= limits.max_sum_keys
+        for each in (*chunks, *rounds):
+            assert each.request_id in self.requests, "nobody's request is planned"
+            assert each.request_id not in self.ended, "a request is planned after its end"
+            assert each.page_ids.dtype == np.int32
+            assert 0 not in each.page_ids
         for chunk in chunks:
             self._check_chunk(chunk)
+        for each in rounds:
+            self._check_round(each)
 
     def _check_chunk(self, chunk):
         name = chunk.request_id
-        assert name in self.requests, "nobody's request is planned"
-        assert name not in self.ended, "a request is planned after its end"
-        request = self.requests[name]
-        assert chunk.token_ids.dtype == chunk.page_ids.dtype == np.int32
-        assert 0 not in chunk.page_ids
-        planned = (
-            len(self.outputs[name]) + len(request.prompt_token_ids) + sum(name in result.sampled for _, result in self.in_flight)
-        )
-        assert chunk.num_logits == (chunk.end >= planned) or self._was_preempted(name)
-        assert chunk.end <= len(self.sequences[name].ids) - 1, "the last token is not computed"
+        assert chunk.token_ids.dtype == np.int32
+        known, num_outputs = len(self.told(name)), len(self.outputs[name])
+        assert chunk.samples == (num_outputs == 0 and chunk.end == known), "a prompt brings the first token"
+        assert (chunk.anchor_id is not None) == (num_outputs > 0 and chunk.end == known - 1), "an answer goes on with a round"
+        assert chunk.end < known + chunk.samples
         last = self.planned.get(name)
         if last is not None and (last[0] != chunk.start or chunk.restore_from is not None or chunk.lookback_ids is not None):
             self.num_restarts += 1
@@ -162,13 +193,25 @@ class World:
         self.num_branched += any(chunk.restore_from == each.slot for each in self.scheduler._running.values())
         if last is None or last[0] != chunk.start:
             assert (chunk.lookback_ids is None) == (chunk.start == 0)
+            assert (chunk.history_ids is not None) == self.requests[name].params.needs_history
         if self.kv.is_replay_exact is False and last is not None and last[0] != chunk.start:
             assert chunk.start >= chunk.write_floor, "what was preempted is resumed exactly"
         assert chunk.start % 2 == 0 or chunk.window_floor % 2 == 0
         self.planned[name] = (chunk.end, chunk.decoder_floor)
 
-    def _was_preempted(self, name):
-        return self.scheduler._rows[name].is_resumed
+    def _check_round(self, each):
+        name = each.request_id
+        known, num_in_flight = len(self.told(name)), sum(name in result.sampled for _, result in self.in_flight)
+        assert each.start == known + num_in_flight - 1, "a round starts at the anchor"
+        assert each.start <= each.start_max <= each.start + num_in_flight * self.limits.num_drafts
+        assert 0 <= each.max_drafts <= self.limits.num_drafts
+        length = len(self.sequences[name].ids)
+        assert each.start + 1 + each.max_drafts <= length - 1, "no draft is verified behind the last token"
+        is_full = self.limits.num_drafts < self.limits.max_num_batched_tokens
+        wanted = min(self.limits.num_drafts, length - each.start - 2)
+        assert each.max_drafts == wanted or not is_full, "how many drafts there are is the request's own affair"
+        assert each.decoder_floor == self.planned[name][1]
+        self.planned[name] = (None, each.decoder_floor)
 
     def _take(self, outputs):
         for output in outputs:
@@ -195,3 +238,45 @@ class World:
             assert output.finished == (output.finish_reason is not None)
             if output.finished:
                 self.ended[name] = output.finish_reason
+
+
+def rows_of(plan):
+    """(request, start, end) of rounds and chunks; a round ends behind its anchor."""
+    rounds = [(each.request_id, each.start, each.start + 1) for each in plan.rounds]
+    return rounds + [(chunk.request_id, chunk.start, chunk.end) for chunk in plan.chunks]
+
+
+def names_of(plan):
+    return [name for name, _, _ in rows_of(plan)]
+
+
+def chunks_of(world):
+    """Plan, run and commit one step; its rows."""
+    return rows_of(plan_of(world))
+
+
+def plan_of(world):
+    """Plan, run and commit one step."""
+    plan = world.scheduler.plan()
+    assert plan is not None
+    world._check_plan(plan)
+    result = world.worker.run(plan)
+    world.in_flight.append((plan, result))
+    world.commit()
+    world.check()
+    return plan
+
+
+def run_ahead(world):
+    """Plan a step and leave it in flight."""
+    plan = world.scheduler.plan()
+    assert plan is not None
+    world._check_plan(plan)
+    world.in_flight.append((plan, world.worker.run(plan)))
+    world.check()
+    return plan
+
+
+def words(count, first=2):
+    """A prompt without repetition."""
+    return [first + number for number in range(count)]

@@ -1,0 +1,90 @@
+"""Times steps of rounds on a worker that has nothing else to do: the one clock of engine and benchmarks."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer.executor.worker import Worker
+from deepinfer.request import SamplingParams
+from deepinfer.step import Chunk, Round, StepPlan
+
+_TEXT_ID = 3
+"""Any token will do."""
+
+
+class StepClock:
+    """Steps of any number of rows: rounds of full length, and a shorter one for the rest.
+
+    Only the time is of use: requests stand behind ``context`` tokens that nobody computed, and share pages where there are too
+    few.  Slots and pages may hold anything afterwards, which no request will look at.  Nothing has to be ranked: the lengths are
+    planned, not chosen, so a step costs what it costs at full length.
+    """
+
+    def __init__(self, worker: Worker, *, num_drafts: int, max_rows: int, context: int) -> None:
+        """Take requests enough for ``max_rows`` rows into a worker that does nothing else; their slots are 1, 2, …."""
+        self._worker = worker
+        self._num_drafts = num_drafts
+        self._context = context
+        self._num_requests = -(-max_rows // (1 + num_drafts))
+        assert self._num_requests < worker.num_slots, "every request has a slot"
+        params = SamplingParams(temperature=1.0, max_tokens=2 * num_drafts + 2, ignore_eos=True, seq_seed=0)
+        for number in range(self._num_requests):
+            worker.add(self._name(number), params, context)
+
+    def measure_ms(self, num_rows: int) -> float:
+        """Time that the device spends on one step of so many rows: verifying, deciding, drafting again."""
+        num_requests = -(-num_rows // (1 + self._num_drafts))
+        self._run(self._before(num_requests, drafts=True))
+        num_drafts = num_rows - num_requests
+        rounds = []
+        for number in range(num_requests):
+            max_drafts = min(self._num_drafts, num_drafts - number * self._num_drafts)
+            rounds.append(
+                Round(
+                    request_id=self._name(number),
+                    slot=number + 1,
+                    start=self._context,
+                    start_max=self._context,
+                    max_drafts=max_drafts,
+                    page_ids=self._pages(number),
+                )
+            )
+        return self._run(StepPlan(chunks=(), rounds=tuple(rounds), num_drafts=num_drafts))
+
+    def measure_draft_ms(self, num_requests: int) -> float:
+        """Time by which a step of one token of so many requests is longer if it also drafts; may be below 0 by chance."""
+        return self._run(self._before(num_requests, drafts=True)) - self._run(self._before(num_requests, drafts=False))
+
+    def _run(self, plan: StepPlan) -> float:
+        assert len(plan.chunks) + len(plan.rounds) <= self._num_requests, "there are requests for that many rows"
+        return self._worker.launch(plan).result().duration_ms
+
+    def close(self) -> None:
+        """Take the requests out again."""
+        for number in range(self._num_requests):
+            self._worker.remove(self._name(number))
+
+    def _before(self, num_requests: int, *, drafts: bool) -> StepPlan:
+        """A step that puts every request to where its round begins, and leaves it there with or without drafts."""
+        ids = np.full(1, _TEXT_ID, dtype=np.int32)
+        return StepPlan(
+            chunks=tuple(
+                Chunk(
+                    request_id=self._name(number),
+                    slot=number + 1,
+                    start=self._context - 1,
+                    token_ids=ids,
+                    page_ids=self._pages(number),
+                    anchor_id=_TEXT_ID if drafts else None,
+                )
+                for number in range(num_requests)
+            )
+        )
+
+    def _name(self, number: int) -> str:
+        return f"clock {number}"
+
+    def _pages(self, number: int) -> npt.NDArray[np.int32]:
+        count, available = self._worker.layout.pages_for(self._context + 1 + self._num_drafts), self._worker.num_pages - 1
+        return ((np.arange(number * count, (number + 1) * count) % available) + 1).astype(np.int32)

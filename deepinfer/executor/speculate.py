@@ -1,0 +1,242 @@
+"""Draft, verify, accept.  Nobody else knows that a token can be rejected.
+
+A round verifies the drafts that the step before made, keeps those that are right, decides one token more, and drafts again from
+there.  Where a request stands is known here, on the device, before anybody on the host knows it.
+
+Nothing is undone when a draft is rejected: all state is addressed by position, reads are bounded by position, and the next round
+writes over what the rejected drafts left.  The one thing written after the fact is the drafter's context, which is taken from
+accepted tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.executor.rows import RowTable
+from deepinfer.executor.rules import PackedRows, TokenRules
+from deepinfer.kv.cache import KVCache
+from deepinfer.model.drafter import Drafter
+from deepinfer.model.inputs import LayerInputs
+from deepinfer.ops.quant import to_device
+from deepinfer.ops.sampling import (
+    DraftMode,
+    RoundRows,
+    lay_out_rounds,
+    token_logprobs,
+    top_logprobs,
+    verify,
+    verify_coupled,
+)
+from deepinfer.request import SamplingParams
+from deepinfer.step import Chunk, Round, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """Tokens that a step decided, on the device; requests are chunks that sample, then rounds, in the order of the plan.
+
+    Attributes:
+        starts: [num_requests] int64 position of each anchor.
+        num_drafts, num_accepted: [num_requests] int64, drafts that were verified and that were right.
+        token_ids: [num_requests, num_drafts + 1] int64, -1 behind the last token.
+        logprobs: the same shape, of the logits as the model made them; without meaning behind the last token.
+        top_ids, top_logprobs: [num_requests, num_drafts + 1, k] best tokens, the same.
+        confidences: [num_requests, num_drafts] fp32 of the drafts that were verified.
+    """
+
+    starts: Tensor
+    num_drafts: Tensor
+    num_accepted: Tensor
+    token_ids: Tensor
+    logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    confidences: Tensor
+
+    def rounds(self, num_rounds: int) -> tuple[Tensor, Tensor]:
+        """Anchor positions and accepted drafts of the rounds: [num_rounds] int64 each."""
+        first = len(self.starts) - num_rounds
+        return self.starts[first:], self.num_accepted[first:]
+
+
+class Speculator:
+    """Keeps the rows of all slots up to date, round after round.
+
+    Invariant: a slot's row in ``table`` says where its request stands behind the last step that was launched.
+
+    Attributes:
+        num_drafts: drafts of a round at most; 0 decodes without a drafter.
+    """
+
+    def __init__(
+        self, table: RowTable, rules: TokenRules, drafter: Drafter | None, *, mode: DraftMode, num_drafts: int, eos_token_id: int
+    ) -> None:
+        """Decide with ``table`` and ``rules``; without ``drafter`` there are no drafts."""
+        assert (drafter is None) == (num_drafts == 0), "drafts come from a drafter"
+        self.num_drafts = num_drafts
+        self._table = table
+        self._rules = rules
+        self._drafter = drafter
+        self._mode = mode
+        self._eos_token_id = eos_token_id
+        self._device = table.num_tokens.device
+
+    def _column(self, values: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+
+    def lay_out(self, plan: StepPlan) -> RoundRows | None:
+        """Where the rounds of ``plan`` stand, and which drafts they verify."""
+        if not plan.rounds:
+            return None
+        table = self._table
+        slots, caps = (
+            self._column([value for each in plan.rounds for value in (each.slot, each.max_drafts)]).view(-1, 2).unbind(1)
+        )
+        num_tokens = table.num_tokens[slots]
+        # A round brings one token more than it accepts, whatever happens.
+        caps = torch.minimum(caps, table.num_tokens_max[slots] - num_tokens - 1)
+        token_ids = torch.cat([table.anchor_ids[slots].unsqueeze(1), table.draft_ids[slots]], dim=1)
+        num_rows = len(plan.rounds) + plan.num_drafts
+        return lay_out_rounds(table.confidences[slots], plan.num_drafts, caps, num_tokens - 1, token_ids, num_rows)
+
+    def decide(
+        self,
+        chunks: Sequence[Chunk],
+        plan_rounds: Sequence[Round],
+        rounds: RoundRows | None,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+    ) -> Decided:
+        """Sample behind chunks, verify rounds, and move the rows on.
+
+        Args:
+            chunks: those that sample.
+            plan_rounds, rounds: of the step, as planned and as laid out.
+            logits: [len(chunks) + rows of rounds, vocab_size].
+            params: of the chunks' requests, then of the rounds'.
+        """
+        table, num_chunks = self._table, len(chunks)
+        requests: tuple[Chunk | Round, ...] = (*chunks, *plan_rounds)
+        slots, ends = self._column([each.slot for each in requests]), self._column([chunk.end for chunk in chunks])
+        zeros = torch.zeros_like(ends)
+        starts, lens, owners, offsets, positions = ends - 1, zeros, torch.arange(num_chunks, device=self._device), zeros, ends
+        if rounds is not None:
+            starts, lens = torch.cat([starts, rounds.starts]), torch.cat([lens, rounds.lens])
+            owners = torch.cat([owners, (num_chunks + rounds.owners).clamp_max(len(requests) - 1)])
+            offsets, positions = torch.cat([offsets, rounds.offsets]), torch.cat([positions, rounds.positions + 1])
+        places = torch.arange(self.num_drafts + 1, device=self._device)
+        draft_ids = table.draft_ids[slots].masked_fill_(places[:-1] >= lens.unsqueeze(1), -1)
+        confidences = table.confidences[slots]
+
+        request_ids = [each.request_id for each in requests]
+        packed = PackedRows(request_ids=request_ids, owners=owners, offsets=offsets, positions=positions, draft_ids=draft_ids)
+        adjusted, mask = self._rules.apply(logits, packed)
+        rows = table.sampling(slots, filters=any(each.has_filters for each in params))
+        if self._mode == "coupled":
+            num_accepted, token_ids = verify_coupled(adjusted, draft_ids, lens, rows, starts, mask=mask)
+        else:
+            drawn_from = table.draft_logits[slots] if table.draft_logits is not None else None
+            num_accepted, token_ids = verify(adjusted, draft_ids, drawn_from, lens, rows, starts, mask=mask)
+
+        table.num_tokens[slots] = starts + num_accepted + 2
+        table.anchor_ids[slots] = token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        table.has_ended[slots] = table.stops_at_eos[slots] & (token_ids == self._eos_token_id).any(1)
+        self._rules.record(request_ids, token_ids)
+
+        # Each token's own row of logits; rows are packed, answers are not.
+        own = ((lens + 1).cumsum(0) - lens - 1).unsqueeze(1) + places
+        own = own.clamp_max(len(owners) - 1)
+        most = min(max(each.top_logprobs for each in params), logits.shape[1])
+        if most:
+            top_ids, top_values = (each[own] for each in top_logprobs(logits, most))
+        else:
+            top_ids, top_values = token_ids.new_empty(*token_ids.shape, 0), logits.new_empty(*token_ids.shape, 0)
+        return Decided(
+            starts=starts,
+            num_drafts=lens,
+            num_accepted=num_accepted,
+            token_ids=token_ids,
+            logprobs=token_logprobs(logits, token_ids[owners, offsets])[own],
+            top_ids=top_ids,
+            top_logprobs=top_values,
+            confidences=confidences,
+        )
+
+    def draft(
+        self,
+        plan: StepPlan,
+        rounds: RoundRows | None,
+        decided: Decided | None,
+        aux: Tensor | None,
+        inputs: LayerInputs,
+        cache: KVCache,
+    ) -> Tensor | None:
+        """Take in what the drafter remembers of the step's accepted tokens, and draft behind every request that goes on.
+
+        Args:
+            plan, rounds, decided: the step, as planned, laid out and decided.
+            aux: [num_tokens, width] what the drafter reads, of the rows of ``inputs``.
+            inputs: of the decoder half.
+
+        Returns:
+            [num_drafting, num_drafts] fp32 confidences, in the order that a result has them; None without drafts.
+        """
+        table = self._table
+        primed = [chunk for chunk in plan.chunks if chunk.anchor_id is not None]
+        if primed:
+            numbers = [(chunk.slot, chunk.end + 1, chunk.anchor_id or 0) for chunk in primed]
+            slots, num_tokens, anchor_ids = self._column([value for each in numbers for value in each]).view(-1, 3).unbind(1)
+            table.num_tokens[slots], table.anchor_ids[slots] = num_tokens, anchor_ids
+            table.has_ended.index_fill_(0, slots, False)  # an assignment of a number would wait for the device
+        if self._drafter is None or aux is None:
+            return None
+        self._remember(aux, rounds, decided, inputs, cache)
+        drafting: list[Chunk | Round] = [chunk for chunk in plan.chunks if chunk.samples or chunk.anchor_id is not None]
+        drafting += plan.rounds
+        if not drafting:
+            return None
+        numbers = [(each.slot, max(each.window_floor, each.decoder_floor), 0) for each in drafting]
+        slots, floors, _ = self._column([value for each in numbers for value in each]).view(-1, 3).unbind(1)
+        drafts = self._drafter.draft(
+            table.anchor_ids[slots],
+            table.num_tokens[slots] - 1,
+            slots,
+            floors,
+            table.sampling(slots, filters=False),
+            self._mode,
+            self.num_drafts,
+            cache,
+        )
+        # A request that has ended gets no share of the next step's drafts, though its round is planned already.
+        confidences = drafts.confidences.float().masked_fill_(table.has_ended[slots].unsqueeze(1), 0.0)
+        table.draft_ids[slots], table.confidences[slots] = drafts.ids, confidences
+        if table.draft_logits is not None and drafts.logits is not None:
+            table.draft_logits[slots] = drafts.logits
+        return confidences
+
+    def _remember(
+        self, aux: Tensor, rounds: RoundRows | None, decided: Decided | None, inputs: LayerInputs, cache: KVCache
+    ) -> None:
+        """Write the drafter's context rows of accepted tokens."""
+        assert self._drafter is not None, "only a drafter remembers"
+        slots = inputs.slots[inputs.requests]
+        if rounds is not None:
+            assert decided is not None, "rounds were decided"
+            _, num_accepted = decided.rounds(len(rounds.starts))
+            accepted = num_accepted[rounds.owners.clamp_max(len(num_accepted) - 1)]
+            first = len(slots) - len(rounds.offsets)
+            slots[first:].masked_fill_(rounds.offsets > accepted, 0)
+        kept = inputs.ring_rows
+        self._drafter.commit(aux[kept], inputs.positions[kept], slots[kept], cache)
+
+    def reached(self, rounds: Sequence[Round], decided: Decided) -> tuple[Tensor, Tensor]:
+        """(from, to) slots [n] int64 of rounds that save state: those that did not reach the end of the page copy to slot 0."""
+        numbers = [(number, each.slot, each.save_to or 0, each.save_at) for number, each in enumerate(rounds) if each.save_to]
+        which, slots, targets, positions = self._column([value for each in numbers for value in each]).view(-1, 4).unbind(1)
+        starts, num_accepted = (each[which] for each in decided.rounds(len(rounds)))
+        is_reached = (starts < positions) & (positions <= starts + 1 + num_accepted)
+        return slots, torch.where(is_reached, targets, 0)

@@ -1,0 +1,99 @@
+"""Loading: what is refused before any weight is read, and what is built for speculation."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from deepinfer.config import EngineArgs, named_config
+from deepinfer.engine import loader
+from deepinfer.engine.loader import load, time_steps
+from deepinfer.errors import ConfigError
+from tests.engine.harness import build, drain, fresh, params, request, tokens
+
+SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "tokens_per_block": 16}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"num_drafts": 6},
+            "num_drafts=6 is more than the 5 drafts that the model was trained to make at once; use 0 to 5 "
+            r"\(DEEPINFER_USE_NEXTN_DECODE\)",
+        ),
+        ({"banned_token_ids": (3, 100_000)}, "banned_token_ids names 100000, the vocabulary ends at .*; leave it out"),
+        ({"num_drafts": 5, "max_backtracking_tokens": 5}, "cannot take back num_drafts=5 drafts and the token before them"),
+        (
+            {"decoder_replay": "compact", "decoder_replay_keep_tokens": 133},
+            "less than the 134 tokens of a window with room for drafts; use at least 134",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_weights_are_read(given, says, monkeypatch):
+    monkeypatch.setattr(loader, "_build_worker", None)
+    with pytest.raises(ConfigError, match=says):
+        load(EngineArgs(**{**SMALL, **given}), progress=False)
+
+
+def test_the_last_id_of_the_vocabulary_can_be_banned():
+    last = named_config("nano").vocab_size - 1
+    with pytest.raises(ConfigError, match=f"the vocabulary ends at {last}"):
+        load(EngineArgs(**SMALL, banned_token_ids=(last + 1,)), progress=False)
+    load(EngineArgs(**SMALL, banned_token_ids=(last,), num_drafts=0), progress=False).core.close()
+
+
+def test_defaults_are_the_published_facts(monkeypatch):
+    for name in ("USE_NEXTN_DECODE", "MAX_BACKTRACKING_TOKENS", "ENABLE_MTP_VARLEN"):
+        monkeypatch.delenv(f"DEEPINFER_{name}", raising=False)
+    args = EngineArgs(model="nano")
+    assert (args.num_drafts, args.max_backtracking_tokens, args.adaptive_drafts) == (5, 6, False)
+    layout = loader._layout(args, named_config("full"))
+    assert layout.ring_tokens == 134
+    assert (layout.page_bytes, layout.slot_bytes) == (114_048, 3_140_864)
+
+
+@pytest.mark.parametrize(
+    ("given", "ring_tokens"),
+    [({"num_drafts": 0}, 129), ({"num_drafts": 3}, 132), ({"num_drafts": 3, "max_backtracking_tokens": 10}, 138)],
+)
+def test_rings_have_room_for_what_a_step_may_take_back(given, ring_tokens):
+    assert loader._layout(EngineArgs(model="nano", **given), named_config("full")).ring_tokens == ring_tokens
+
+
+def test_step_times_are_measured_once_and_found_again(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    args = EngineArgs(**SMALL, num_drafts=5, adaptive_drafts=True, decode_perf_cache_dir=str(tmp_path))
+    core = load(args, progress=False).core
+    measured = core.scheduler._budget.curve
+    core.close()
+    assert measured.sizes.tolist() == [8, 12]
+    assert (measured.profile_ms > 0).all()
+    assert len(list(tmp_path.iterdir())) == 1
+
+    monkeypatch.setattr(loader, "time_steps", None)
+    core = load(args, progress=False).core
+    found = core.scheduler._budget.curve
+    core.close()
+    assert found.to_json() == measured.to_json()
+
+
+def test_without_adaptive_lengths_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(loader, "time_steps", None)
+    for given in ({"num_drafts": 0, "adaptive_drafts": True}, {"num_drafts": 2, "adaptive_drafts": False}):
+        core = load(EngineArgs(**SMALL, **given), progress=False).core
+        assert core.scheduler._budget is None
+        core.close()
+
+
+def test_a_worker_is_timed_and_left_as_it_was(seed):
+    core = build(num_drafts=3, max_num_seqs=4, max_model_len=60)
+    worker = core.executor.worker
+    curve = core.executor.call(lambda: time_steps(worker, num_drafts=3, max_rows=14, context=50, num_runs=1))
+    assert curve.sizes.tolist() == [8, 14]
+    assert (curve.profile_ms > 0).all()
+    assert core.executor.call(lambda: not worker._known)
+    rng = np.random.default_rng(seed)
+    work = [request(f"r{number}", tokens(rng, 20), params(rng, 5)) for number in range(3)]
+    assert drain(core, work) == fresh(work), "what the clock left in slots and pages is looked at by nobody"
+    core.close()

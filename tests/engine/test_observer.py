@@ -1,0 +1,74 @@
+"""What is counted of rounds, and what the log line says of them."""
+
+from dataclasses import replace
+
+from deepinfer.engine.observer import Observer
+from deepinfer.metrics import exposition
+from deepinfer.request import Request, RequestOutput, SamplingParams
+from tests.engine.fake_core import FakeCore
+
+QUIET = FakeCore(None).stats()
+
+
+class Stats:
+    """Counts that a test sets."""
+
+    def __init__(self):
+        self.now = replace(QUIET, num_verified_drafts=(0, 0, 0), num_accepted_drafts=(0, 0, 0))
+
+    def __call__(self):
+        return self.now
+
+    def set(self, num_rounds, verified, accepted):
+        self.now = replace(self.now, num_rounds=num_rounds, num_verified_drafts=verified, num_accepted_drafts=accepted)
+
+
+def output(name, number, **given):
+    return RequestOutput(
+        request_id=name,
+        prompt_len=1,
+        token_id=7,
+        finished=False,
+        finish_reason=None,
+        num_output_tokens=number,
+        max_num_batched_tokens=64,
+        **given,
+    )
+
+
+def test_rounds_and_drafts_are_counted_by_the_names_that_dashboards_know():
+    stats = Stats()
+    observer = Observer(stats, log_every=None)
+    stats.set(10, (10, 8, 5), (7, 4, 1))
+    values = observer.snapshot().values
+    assert values["spec_decode_num_drafts"] == {"": 10}
+    assert values["spec_decode_num_draft_tokens"] == {"": 23}
+    assert values["spec_decode_num_accepted_tokens"] == {"": 12}
+    assert values["spec_decode_num_draft_tokens_per_pos"] == {"0": 10, "1": 8, "2": 5}
+    assert values["spec_decode_num_accepted_tokens_per_pos"] == {"0": 7, "1": 4, "2": 1}
+    text = exposition({"0": observer.snapshot()}).decode()
+    assert 'deepinfer_spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0' in text
+
+
+def test_verified_drafts_are_summed_over_a_step():
+    observer = Observer(Stats(), log_every=None)
+    for name in ("a", "b"):
+        observer.arrived(Request(request_id=name, prompt_token_ids=(0,), params=SamplingParams()), 0.0)
+    observer.stepped([output("a", 1), output("b", 1)], 0.1, 1.0)
+    observer.stepped([output("a", 2, draft_tok=3, accept_tok=1), output("a", 3), output("b", 2, draft_tok=2)], 0.1, 2.0)
+    counted = observer.snapshot()
+    assert (sum(counted.counts["spec_decode_verified_drafts"]), counted.sums["spec_decode_verified_drafts"]) == (1, 5)
+    assert counted.values["generation_tokens"][""] == 5
+
+
+def test_the_log_line_tells_accepted_lengths_where_there_are_rounds(caplog):
+    caplog.set_level("INFO")
+    stats = Stats()
+    stats.set(100, (100, 100, 100), (0, 0, 0))
+    observer = Observer(stats, log_every=1)
+    observer.stepped([], 0.1, 1.0)
+    stats.set(110, (110, 108, 105), (7, 4, 1))
+    observer.stepped([], 0.1, 2.0)
+    plain, drafted = (each.getMessage() for each in caplog.records)
+    assert "accepted length" not in plain
+    assert drafted.endswith("aborted 0; accepted length 2.20 of 3.30 verified, drafts accepted by position 70 40 10 % of rounds")
