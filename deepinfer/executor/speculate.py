@@ -199,8 +199,8 @@ class Speculator:
         drafting += plan.rounds
         if not drafting:
             return None
-        numbers = [(each.slot, max(each.window_floor, each.decoder_floor), 0) for each in drafting]
-        slots, floors, _ = self._column([value for each in numbers for value in each]).view(-1, 3).unbind(1)
+        places = [(each.slot, max(each.window_floor, each.decoder_floor)) for each in drafting]
+        slots, floors = self._column([value for each in places for value in each]).view(-1, 2).unbind(1)
         drafts = self._drafter.draft(
             table.anchor_ids[slots],
             table.num_tokens[slots] - 1,
