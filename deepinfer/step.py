@@ -80,10 +80,11 @@ class Round:
 
     Attributes:
         request_id, slot: as of a chunk.
-        start, start_max: least and greatest position that the anchor can have.
+        start: least position that the anchor can have.
         max_drafts: drafts to verify at most; the device takes fewer where the request would end before, or the step's total is
             spent on others.
-        page_ids: [num_pages] int32, covering start_max + 1 + max_drafts tokens, or all that the request may ever have.
+        page_ids: [num_pages] int32, covering max_drafts tokens behind the greatest position that the anchor can have, or all that
+            the request may ever have.
         window_floor, decoder_floor: as of a chunk.
         save_to: slot that ``slot``'s state is copied to if the round computes the token before ``save_at``, or None.
         save_at: end of a page.
@@ -92,7 +93,6 @@ class Round:
     request_id: str
     slot: int
     start: int
-    start_max: int
     max_drafts: int
     page_ids: npt.NDArray[np.int32]
     window_floor: int = 0

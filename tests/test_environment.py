@@ -55,6 +55,10 @@ def test_every_default_can_be_written_out(row, caplog):
         ("DECODE_PERF_CACHE_TTL_SEC", "60", "decode_perf_cache_ttl_sec", 60),
         ("DECODE_TOKEN_BLACKLIST", "5, 17", "decode_token_blacklist", (5, 17)),
         ("BATCH_INVARIANT", "1", "batch_invariant", True),
+        ("ENFORCE_EAGER", "1", "enforce_eager", True),
+        ("DFLASH_ENFORCE_EAGER", "1", "dflash_enforce_eager", True),
+        ("CUDAGRAPH_BATCH_SIZE_INTERVAL", "16", "cudagraph_batch_size_interval", 16),
+        ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", "4", "dflash_cudagraph_batch_size_interval", 4),
     ],
 )
 def test_used_variables_are_read(name, text, field, value):
@@ -91,7 +95,7 @@ def test_values_that_cannot_be_honoured_are_errors_that_name_the_variable(name, 
 
 
 def test_harmless_variables_are_checked_and_accepted(caplog):
-    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "ENFORCE_EAGER": "1"}) == read_environment({})
+    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "SHOW_EPLB_DETAIL": "1"}) == read_environment({})
     assert not caplog.text
     with pytest.raises(ConfigError, match="XGRAMMAR_TIMEOUT"):
         read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "soon"})
@@ -141,6 +145,10 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
         DECODE_PERF_CACHE_TTL_SEC="60",
         DECODE_TOKEN_BLACKLIST="5,17",
         BATCH_INVARIANT="1",
+        ENFORCE_EAGER="1",
+        DFLASH_ENFORCE_EAGER="1",
+        CUDAGRAPH_BATCH_SIZE_INTERVAL="16",
+        DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL="4",
     )
     args = EngineArgs(model="nano", max_num_seqs=500)
     assert (args.decoder_replay, args.decoder_replay_keep_tokens, args.asynchronous) == ("mask", 140, False)
@@ -150,6 +158,8 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
     assert (args.num_drafts, args.adaptive_drafts, args.max_backtracking_tokens) == (9, True, 10)
     assert (args.confidence_temperatures, args.draft_temperatures) == ((1.5,), (1.5,) * 9)
     assert (args.decode_perf_cache_dir, args.decode_perf_cache_ttl_s) == ("/tmp/curves", 60)
+    assert (args.enforce_eager, args.draft_enforce_eager) == (True, True)
+    assert (args.graph_rows_interval, args.graph_requests_interval) == (16, 4)
     assert (args.banned_token_ids, args.batch_invariant) == ((5, 17), True)
     assert EngineArgs(model="nano", decoder_replay="off").decoder_replay == "off"
     assert EngineArgs(model="nano", num_drafts=2, max_num_seqs=2000).max_num_batched_tokens == 6000

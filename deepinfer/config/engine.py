@@ -16,6 +16,11 @@ from deepinfer.errors import ConfigError
 LoadFormat = Literal["auto", "dummy"]
 EngineType = Literal["NORMAL", "PROMPT", "COMPLETION"]
 DraftSampling = Literal["coupled", "sampled", "argmax"]
+"""How drafts are chosen.
+
+``argmax``: the best token; verified without draft logits.  ``sampled``: drawn with noise of its own; verified with the logits.
+``coupled``: drawn with the noise that will decide the emitted token, and verified by comparing the two.
+"""
 
 _MAX_MODEL_LEN = 4096
 _TOKENS_PER_BLOCK = 128
@@ -98,6 +103,10 @@ class EngineArgs:
         asynchronous: plan a step while the one before runs.
         state_slots_ratio: state slots per running request.
         max_sum_keys: most keys, summed over the prompts of a step.
+        enforce_eager, draft_enforce_eager: launch every operator of the model, and of the drafter, instead of replaying captured
+            CUDA graphs.  Results are the same bits.
+        graph_rows_interval, graph_requests_interval: rows and requests of a decode step are rounded up to multiples of these, and
+            to powers of two below them, so that a captured graph fits.
         sync_guard: make waiting for the device between launch and commit an error.
         logging_interval_steps: steps between two log lines.
         gc_interval_steps: steps between two runs of the garbage collector in a core process.
@@ -149,6 +158,10 @@ class EngineArgs:
     asynchronous: bool = field(default_factory=lambda: environment().zero_overhead_scheduling)
     state_slots_ratio: float = field(default_factory=lambda: environment().num_state_slots_ratio)
     max_sum_keys: int = field(default_factory=lambda: environment().prefill_max_sum_seqlen_k)
+    enforce_eager: bool = field(default_factory=lambda: environment().enforce_eager)
+    draft_enforce_eager: bool = field(default_factory=lambda: environment().dflash_enforce_eager)
+    graph_rows_interval: int = field(default_factory=lambda: environment().cudagraph_batch_size_interval)
+    graph_requests_interval: int = field(default_factory=lambda: environment().dflash_cudagraph_batch_size_interval)
     sync_guard: bool = field(default_factory=lambda: not environment().disable_sync_guard)
     logging_interval_steps: int = field(default_factory=lambda: environment().logging_interval_step)
     gc_interval_steps: int = field(default_factory=lambda: environment().gc_interval_step)
@@ -181,7 +194,8 @@ class EngineArgs:
                     self._set(each.name, made)
         if self.tokens_per_block == -1:
             self._set("tokens_per_block", _TOKENS_PER_BLOCK)
-        for name in ("max_model_len", "max_num_seqs", "tokens_per_block", "expert_parallel_size", "context_parallel_size"):
+        sizes = ("max_model_len", "max_num_seqs", "tokens_per_block", "expert_parallel_size", "context_parallel_size")
+        for name in (*sizes, "graph_rows_interval", "graph_requests_interval"):
             _whole(name, getattr(self, name), 1, "a positive whole number")
         for name in ("max_num_batched_tokens", "data_parallel_size", "engram_parallel_size", "max_backtracking_tokens"):
             _whole(name, getattr(self, name), 0, "a positive whole number, or 0 to have it chosen")

@@ -50,6 +50,8 @@ class Environment:
         yoco_prefill_truncation_mode: which rows of a prompt the decoder half computes.
         yoco_prefill_keep_tokens: last tokens of a prompt that go through the decoder half.
         disable_sync_guard: allow waiting for the device between launch and commit.
+        enforce_eager, dflash_enforce_eager: no captured graphs, of the model and of the drafter.
+        cudagraph_batch_size_interval, dflash_cudagraph_batch_size_interval: spacing of captured sizes, in rows and in requests.
         logging_interval_step: steps between two log lines.
         gc_interval_step: steps between two runs of the garbage collector, which is off otherwise.
     """
@@ -70,6 +72,10 @@ class Environment:
     yoco_prefill_truncation_mode: ReplayMode
     yoco_prefill_keep_tokens: int
     disable_sync_guard: bool
+    enforce_eager: bool
+    dflash_enforce_eager: bool
+    cudagraph_batch_size_interval: int
+    dflash_cudagraph_batch_size_interval: int
     logging_interval_step: int
     gc_interval_step: int
 
@@ -202,10 +208,10 @@ VARIABLES = _table(
     ("YOCO_PREFILL_KEEP_TOKENS", _whole(0), 0, "used", "tokens of that end"),
     ("BATCH_INVARIANT", _flag, False, "used", "results apart from the batch; here they always are"),
     ("DISABLE_SYNC_GUARD", _flag, False, "used", "allow waiting for the device between launch and commit"),
-    ("ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs"),
-    ("DFLASH_ENFORCE_EAGER", _flag, False, "harmless", "no captured graphs for the drafter"),
-    ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of captured sizes"),
-    ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "harmless", "spacing of the drafter's captured sizes"),
+    ("ENFORCE_EAGER", _flag, False, "used", "no captured graphs"),
+    ("DFLASH_ENFORCE_EAGER", _flag, False, "used", "no captured graphs for the drafter"),
+    ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of captured sizes, in rows"),
+    ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of the drafter's captured sizes, in requests"),
     # Speculation.
     ("USE_NEXTN_DECODE", _whole(0), 5, "used", "drafts of a round at most; 0 turns speculation off"),
     ("ENABLE_MTP_VARLEN", _flag, False, "used", "choose by confidence how many drafts to verify"),

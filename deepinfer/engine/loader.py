@@ -25,6 +25,7 @@ from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, sav
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
 from deepinfer.executor.executor import Executor
+from deepinfer.executor.graphs import Tiers
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
@@ -162,7 +163,15 @@ def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, mo
         banned_token_ids=args.banned_token_ids,
         replay_mode="mask" if args.decoder_replay == "mask" else "compact",
         guard_syncs=args.sync_guard,
+        tiers=Tiers(rows=args.graph_rows_interval, requests=args.graph_requests_interval) if _captures(args, device) else None,
+        capture_forward=not args.enforce_eager,
+        capture_draft=not args.draft_enforce_eager,
     )
+
+
+def _captures(args: EngineArgs, device: torch.device) -> bool:
+    """Whether anything is replayed from graphs."""
+    return device.type == "cuda" and not (args.enforce_eager and args.draft_enforce_eager)
 
 
 def _layout(args: EngineArgs, config: ModelConfig) -> KVLayout:
@@ -219,7 +228,7 @@ def time_steps(
     sizes = step_sizes(max_rows)
     clock = StepClock(worker, num_drafts=num_drafts, max_rows=max_rows, context=context)
     try:
-        # The reference backend captures nothing and rounds nothing up, so that times lie on lines between the sizes.
+        # Graphs round rows up by less than an interval, which the lines between sizes stand for as well.
         return measure_curve(clock.measure_ms, sizes, max_padded_rows=sizes[0], num_runs=num_runs, progress=progress)
     finally:
         clock.close()
@@ -244,6 +253,8 @@ def _step_times(args: EngineArgs, config: ModelConfig, executor: Executor, *, pr
         "backend": REFERENCE,
         "num_drafts": args.num_drafts,
         "draft_sampling": args.draft_sampling,
+        "graphs": f"{_captures(args, device)} {args.enforce_eager} {args.draft_enforce_eager} "
+        f"{args.graph_rows_interval} {args.graph_requests_interval}",
         "page_tokens": args.tokens_per_block,
         "context": context,
         "sizes": json.dumps(step_sizes(max_rows)),

@@ -45,7 +45,6 @@ class StepClock:
                     request_id=self._name(number),
                     slot=number + 1,
                     start=self._context,
-                    start_max=self._context,
                     max_drafts=max_drafts,
                     page_ids=self._pages(number),
                 )

@@ -106,7 +106,7 @@ class Launched:
         )
 
 
-def on_host(decided: Decided) -> Decided:
-    """Start copies of everything that was decided to the host."""
-    fields = {name: to_host(getattr(decided, name)) for name in Decided.__slots__}
+def on_host(decided: Decided, num_requests: int) -> Decided:
+    """Start copies of everything that was decided about the first ``num_requests`` to the host."""
+    fields = {name: to_host(getattr(decided, name)[:num_requests]) for name in Decided.__slots__}
     return Decided(**fields)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from deepinfer.config import DraftSampling
+from deepinfer.executor.graphs import Graphs
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import PackedRows, TokenRules
 from deepinfer.kv.cache import KVCache
@@ -23,7 +26,6 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.model.inputs import LayerInputs
 from deepinfer.ops.quant import to_device
 from deepinfer.ops.sampling import (
-    DraftMode,
     RoundRows,
     lay_out_rounds,
     token_logprobs,
@@ -63,6 +65,27 @@ class Decided:
         return self.starts[first:], self.num_accepted[first:]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the drafter may remember of a step: rows of chunks, then all rows of rounds.
+
+    Attributes:
+        aux: [num_rows, width] of :class:`~deepinfer.model.flash.Outputs`.
+        positions: [num_rows] int64.
+        slots: [num_rows] int64; 0 drops a row.
+    """
+
+    aux: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, aux: Tensor, inputs: LayerInputs) -> Context:
+        """The rows of ``inputs``, the decoder half's, that a ring has room for; ``aux`` has a row for each."""
+        kept = inputs.ring_rows
+        return cls(aux=aux[kept], positions=inputs.positions[kept], slots=inputs.slots[inputs.requests[kept]])
+
+
 class Speculator:
     """Keeps the rows of all slots up to date, round after round.
 
@@ -73,9 +96,21 @@ class Speculator:
     """
 
     def __init__(
-        self, table: RowTable, rules: TokenRules, drafter: Drafter | None, *, mode: DraftMode, num_drafts: int, eos_token_id: int
+        self,
+        table: RowTable,
+        rules: TokenRules,
+        drafter: Drafter | None,
+        *,
+        mode: DraftSampling,
+        num_drafts: int,
+        eos_token_id: int,
+        graphs: Graphs[Tensor | None],
     ) -> None:
-        """Decide with ``table`` and ``rules``; without ``drafter`` there are no drafts."""
+        """Decide with ``table`` and ``rules``; without ``drafter`` there are no drafts.
+
+        Args:
+            graphs: for drafting behind steps of rounds.
+        """
         assert (drafter is None) == (num_drafts == 0), "drafts come from a drafter"
         self.num_drafts = num_drafts
         self._table = table
@@ -83,25 +118,34 @@ class Speculator:
         self._drafter = drafter
         self._mode = mode
         self._eos_token_id = eos_token_id
+        self._graphs = graphs
         self._device = table.num_tokens.device
 
     def _column(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
-    def lay_out(self, plan: StepPlan) -> RoundRows | None:
-        """Where the rounds of ``plan`` stand, and which drafts they verify."""
-        if not plan.rounds:
+    def round_numbers(self, plan: StepPlan) -> Tensor:
+        """The host's part of :meth:`lay_out`: [2 * num_rounds + 1] int64 on the host."""
+        slots, caps = [each.slot for each in plan.rounds], [each.max_drafts for each in plan.rounds]
+        return torch.tensor([*slots, *caps, plan.num_drafts], dtype=torch.int64)
+
+    def lay_out(self, numbers: Tensor, num_rows: int) -> RoundRows | None:
+        """Where the rounds of a plan stand, and which drafts they verify; None without rounds.
+
+        Args:
+            numbers: of :meth:`round_numbers`, on the device.
+            num_rows: at least one for each round and for each draft to verify.
+        """
+        slots, caps = numbers[:-1].view(2, -1).unbind(0)
+        if not len(slots):
             return None
         table = self._table
-        slots, caps = (
-            self._column([value for each in plan.rounds for value in (each.slot, each.max_drafts)]).view(-1, 2).unbind(1)
-        )
-        num_tokens = table.num_tokens[slots]
+        # Of slot 0, where rounds of nobody stand, the table knows nothing.
+        num_tokens = table.num_tokens[slots].masked_fill_(slots == 0, 1)
         # A round brings one token more than it accepts, whatever happens.
         caps = torch.minimum(caps, table.num_tokens_max[slots] - num_tokens - 1)
         token_ids = torch.cat([table.anchor_ids[slots].unsqueeze(1), table.draft_ids[slots]], dim=1)
-        num_rows = len(plan.rounds) + plan.num_drafts
-        return lay_out_rounds(table.confidences[slots], plan.num_drafts, caps, num_tokens - 1, token_ids, num_rows)
+        return lay_out_rounds(table.confidences[slots], numbers[-1:], caps, num_tokens - 1, token_ids, num_rows)
 
     def decide(
         self,
@@ -167,20 +211,13 @@ class Speculator:
         )
 
     def draft(
-        self,
-        plan: StepPlan,
-        rounds: RoundRows | None,
-        decided: Decided | None,
-        aux: Tensor | None,
-        inputs: LayerInputs,
-        cache: KVCache,
+        self, plan: StepPlan, rounds: RoundRows | None, decided: Decided | None, context: Context | None, cache: KVCache
     ) -> Tensor | None:
         """Take in what the drafter remembers of the step's accepted tokens, and draft behind every request that goes on.
 
         Args:
             plan, rounds, decided: the step, as planned, laid out and decided.
-            aux: [num_tokens, width] what the drafter reads, of the rows of ``inputs``.
-            inputs: of the decoder half.
+            context: of the step.
 
         Returns:
             [num_drafting, num_drafts] fp32 confidences, in the order that a result has them; None without drafts.
@@ -192,15 +229,37 @@ class Speculator:
             slots, num_tokens, anchor_ids = self._column([value for each in numbers for value in each]).view(-1, 3).unbind(1)
             table.num_tokens[slots], table.anchor_ids[slots] = num_tokens, anchor_ids
             table.has_ended.index_fill_(0, slots, False)  # an assignment of a number would wait for the device
-        if self._drafter is None or aux is None:
+        if self._drafter is None or context is None:
             return None
-        self._remember(aux, rounds, decided, inputs, cache)
+        owners = context.slots
+        if rounds is not None:
+            assert decided is not None, "rounds were decided"
+            _, num_accepted = decided.rounds(len(rounds.starts))
+            accepted = num_accepted[rounds.owners.clamp_max(len(num_accepted) - 1)]
+            first = len(owners) - len(rounds.offsets)
+            owners = torch.cat([owners[:first], owners[first:].masked_fill(rounds.offsets > accepted, 0)])
         drafting: list[Chunk | Round] = [chunk for chunk in plan.chunks if chunk.samples or chunk.anchor_id is not None]
         drafting += plan.rounds
-        if not drafting:
+        slots_there = [each.slot for each in drafting]
+        floors = [max(each.window_floor, each.decoder_floor) for each in drafting]
+        key = None if plan.chunks else (len(drafting), len(owners))
+        inputs = torch.tensor([slots_there, floors], dtype=torch.int64), context.aux, context.positions, owners
+        return self._graphs.run(key, partial(self._remember_and_draft, cache), *inputs)
+
+    def _remember_and_draft(
+        self, cache: KVCache, numbers: Tensor, aux: Tensor, positions: Tensor, owners: Tensor
+    ) -> Tensor | None:
+        """Write context rows, then draft.
+
+        Args:
+            numbers: [2, num_drafting] int64 slots and floors of the requests to draft for; without any, None is returned.
+            aux, positions, owners: of the context rows, as :meth:`Drafter.commit` takes them.
+        """
+        assert self._drafter is not None, "only a drafter remembers"
+        self._drafter.commit(aux, positions, owners, cache)
+        table, (slots, floors) = self._table, numbers.unbind(0)
+        if not len(slots):
             return None
-        places = [(each.slot, max(each.window_floor, each.decoder_floor)) for each in drafting]
-        slots, floors = self._column([value for each in places for value in each]).view(-1, 2).unbind(1)
         drafts = self._drafter.draft(
             table.anchor_ids[slots],
             table.num_tokens[slots] - 1,
@@ -217,21 +276,6 @@ class Speculator:
         if table.draft_logits is not None and drafts.logits is not None:
             table.draft_logits[slots] = drafts.logits
         return confidences
-
-    def _remember(
-        self, aux: Tensor, rounds: RoundRows | None, decided: Decided | None, inputs: LayerInputs, cache: KVCache
-    ) -> None:
-        """Write the drafter's context rows of accepted tokens."""
-        assert self._drafter is not None, "only a drafter remembers"
-        slots = inputs.slots[inputs.requests]
-        if rounds is not None:
-            assert decided is not None, "rounds were decided"
-            _, num_accepted = decided.rounds(len(rounds.starts))
-            accepted = num_accepted[rounds.owners.clamp_max(len(num_accepted) - 1)]
-            first = len(slots) - len(rounds.offsets)
-            slots[first:].masked_fill_(rounds.offsets > accepted, 0)
-        kept = inputs.ring_rows
-        self._drafter.commit(aux[kept], inputs.positions[kept], slots[kept], cache)
 
     def reached(self, rounds: Sequence[Round], decided: Decided) -> tuple[Tensor, Tensor]:
         """(from, to) slots [n] int64 of rounds that save state: those that did not reach the end of the page copy to slot 0."""

@@ -11,20 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.config import ModelConfig
+from deepinfer.config import DraftSampling, ModelConfig
+from deepinfer.executor.graphs import Graphs, Tiers
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
 from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
-from deepinfer.executor.speculate import Speculator
+from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.images import ImagePlan
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
-from deepinfer.model.inputs import ReplayMode, StepInputs
+from deepinfer.model.inputs import ReplayMode, StepNumbers
 from deepinfer.model.vision import VisionTower
 from deepinfer.ops.quant import to_device
-from deepinfer.ops.sampling import DraftMode, token_logprobs
+from deepinfer.ops.sampling import RoundRows, token_logprobs
 from deepinfer.request import SamplingParams
 from deepinfer.step import PLACEHOLDER, StepPlan
 
@@ -54,6 +55,15 @@ class _Known:
     image_features: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """What the forward pass of a step leaves behind: rows of its rounds, hidden rows for the LM head, context for the drafter."""
+
+    rounds: RoundRows | None
+    hidden: Tensor
+    context: Context | None
+
+
 class Worker:
     """Owns the tensors of one rank.
 
@@ -76,10 +86,13 @@ class Worker:
         max_model_len: int,
         drafter: Drafter | None = None,
         num_drafts: int = 0,
-        draft_mode: DraftMode = "coupled",
+        draft_mode: DraftSampling = "coupled",
         banned_token_ids: Sequence[int] = (),
         replay_mode: ReplayMode = "compact",
         guard_syncs: bool = True,
+        tiers: Tiers | None = None,
+        capture_forward: bool = True,
+        capture_draft: bool = True,
     ) -> None:
         """Allocate the caches beside ``model`` on its device.
 
@@ -90,6 +103,8 @@ class Worker:
             banned_token_ids: never sampled.
             replay_mode: how rows in front of a decoder floor are kept out of the decoder half.
             guard_syncs: whether a launch that waits for a GPU is an error.
+            tiers: sizes that steps of rounds are rounded up to; None leaves them as they are and captures nothing.
+            capture_forward, capture_draft: whether a GPU replays graphs of the forward pass, and of drafting.
         """
         self.config = config
         self.model = model
@@ -116,8 +131,16 @@ class Worker:
         )
         forbidden = (config.image_token_id, *banned_token_ids)
         self._rules = TokenRules(vocab_size, eos_token_id=config.eos_token_id, forbidden=forbidden, device=device)
+        self._tiers = tiers
+        self._graphs: Graphs[_Forward] = Graphs(device, enabled=capture_forward and tiers is not None)
         self._speculator = Speculator(
-            self._rows, self._rules, drafter, mode=draft_mode, num_drafts=num_drafts, eos_token_id=config.eos_token_id
+            self._rows,
+            self._rules,
+            drafter,
+            mode=draft_mode,
+            num_drafts=num_drafts,
+            eos_token_id=config.eos_token_id,
+            graphs=Graphs(device, enabled=capture_draft and tiers is not None),
         )
         self._known: dict[str, _Known] = {}
         self._owners: dict[int, str] = {}  # slot -> request whose row it holds
@@ -162,34 +185,40 @@ class Worker:
         self._cache.copy_pages(plan.page_copies)
         self._cache.copy_slots(restores)
         features = self._take_chunks(plan)
-        rounds = self._speculator.lay_out(plan)
-        inputs = StepInputs.build(
-            plan,
-            config=self.config,
-            layout=self.layout,
-            device=self.model.device,
-            image_features=features,
-            rounds=rounds,
-            replay_mode=self.replay_mode,
-        )
-        outputs = self.model.run(inputs, self._cache)
-        prompt_logprobs, hidden = self._prompt_logprobs(plan, outputs.hidden)
+        num_real, num_round_rows = len(plan.rounds), len(plan.rounds) + plan.num_drafts
+        is_decode = bool(plan.rounds) and not plan.chunks
+        if is_decode and self._tiers is not None:
+            plan, num_round_rows = self._tiers.pad(plan)
+        numbers = StepNumbers(plan, num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode)
+
+        def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
+            rounds = self._speculator.lay_out(round_numbers, num_round_rows)
+            inputs = numbers.derive(packed, rounds, features)
+            outputs = self.model.run(inputs, self._cache)
+            context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
+            return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
+
+        key = numbers.shape if is_decode else None
+        ran = self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
+        rounds, prompt_logprobs, hidden = ran.rounds, *self._prompt_logprobs(plan, ran.hidden)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds]
+        names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds[:num_real]]
         params = [self._known[name].params for name in names]
         decided = None
         if names:
             decided = self._speculator.decide(sampling, plan.rounds, rounds, self.model.logits(hidden), params)
-        confidences = self._speculator.draft(plan, rounds, decided, outputs.aux, inputs.decoder, self._cache)
+        confidences = self._speculator.draft(plan, rounds, decided, ran.context, self._cache)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
         if decided is not None and any(each.save_to for each in plan.rounds):
             self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
+        if confidences is not None:
+            confidences = to_host(confidences[: len(confidences) - len(plan.rounds) + num_real])
         launched = Launched(
             request_ids=names,
             params=params,
-            decided=on_host(decided) if decided is not None else None,
+            decided=on_host(decided, len(names)) if decided is not None else None,
             prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
-            confidences=to_host(confidences) if confidences is not None else None,
+            confidences=confidences,
             stopwatch=stopwatch,
         )
         stopwatch.stop()

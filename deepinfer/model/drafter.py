@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.config import QUANT_BLOCK, ModelConfig
+from deepinfer.config import QUANT_BLOCK, DraftSampling, ModelConfig
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.attention import Attention
 from deepinfer.model.flash import Flash
@@ -26,7 +26,7 @@ from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
 from deepinfer.ops.attention import Spans
 from deepinfer.ops.quant import PackedWeight, linear_fp8, repack_fp8, round_mxfp8, unpack
-from deepinfer.ops.sampling import DraftMode, SamplingRows, markov_step
+from deepinfer.ops.sampling import SamplingRows, markov_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Drafter:
         slots: Tensor,
         floors: Tensor,
         rows: SamplingRows,
-        mode: DraftMode,
+        mode: DraftSampling,
         num_drafts: int,
         cache: KVCache,
     ) -> Drafts:
@@ -227,7 +227,7 @@ class Drafter:
             positions=(anchor_positions.unsqueeze(1) + offsets).flatten(),
             requests=requests.expand(-1, self.width).flatten(),
             is_image=torch.zeros(num_requests * self.width, dtype=torch.bool, device=device),
-            spans=Spans(chunks=(), rounds=(), positions=nothing, round_rows=nothing.view(0, 0)),
+            spans=Spans(chunks=(), round_pages=(), first_pages=nothing, round_rows=nothing.view(0, 0), positions=nothing),
             slots=slots,
             starts=anchor_positions,
             page_ids=nothing,

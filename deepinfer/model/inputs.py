@@ -1,7 +1,7 @@
 """StepInputs: what the model and its layers receive, as arguments.
 
-Made once a step from its plan.  All host numbers travel to the device in one copy that nobody waits for; everything else is
-derived from them there.
+Made once a step from its plan.  All host numbers travel to the device in one copy that nobody waits for (:class:`StepNumbers`);
+everything else is derived from them there.
 
 The two halves of the network may run over different rows of a step: with bounded replay the decoder half sees only the last
 tokens of a prompt.  So each half has :class:`LayerInputs` of its own, and a step that makes no difference shares one.
@@ -14,7 +14,7 @@ belong to page 0 and slot 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,18 +126,36 @@ class StepInputs:
         rounds: RoundRows | None = None,
         replay_mode: ReplayMode = "compact",
     ) -> StepInputs:
-        """Inputs of ``plan`` on ``device``.
+        """Inputs of ``plan`` on ``device``: :class:`StepNumbers`, sent and derived."""
+        num_round_rows = 0 if rounds is None else len(rounds.positions)
+        numbers = StepNumbers(plan, num_round_rows, config=config, layout=layout, replay_mode=replay_mode)
+        return numbers.derive(to_device(numbers.packed, device), rounds, image_features)
+
+
+class StepNumbers:
+    """The host's part of :class:`StepInputs`: all its numbers in one buffer, and the shape of what they stand for.
+
+    Invariant: what :meth:`derive` does is a function of ``shape``.  Two plans of the same shape are the same program on other
+    numbers.
+
+    Attributes:
+        packed: [n] int64 on the host.
+        shape: hashable.
+    """
+
+    def __init__(
+        self, plan: StepPlan, num_round_rows: int, *, config: ModelConfig, layout: KVLayout, replay_mode: ReplayMode = "compact"
+    ) -> None:
+        """Number the rows of ``plan``.
 
         Args:
-            image_features: request id -> [num_image_positions, hidden] embeddings of all its image positions, in order.
-            rounds: rows of the plan's rounds, if it has any.
+            num_round_rows: of the rounds, rows of nobody included.
             replay_mode: what happens to rows in front of a chunk's decoder floor.
         """
         chunks = plan.chunks
-        assert (rounds is None) == (not plan.rounds), "rounds have rows"
-        num_round_rows = 0 if rounds is None else len(rounds.positions)
+        self._config, self._layout, self._chunks, self._has_rounds = config, layout, chunks, bool(plan.rounds)
         token_ids = np.concatenate([np.empty(0, dtype=np.int32), *(chunk.token_ids for chunk in chunks)])
-        is_image = token_ids == config.image_token_id
+        self._is_image = is_image = token_ids == config.image_token_id
         host = _Transfer()
         host["token_ids"] = token_ids
         host["image_rows"] = np.flatnonzero(is_image)
@@ -148,12 +166,12 @@ class StepInputs:
         host["restored_ids"] = [int(token_id) for _, ids in before for token_id in ids]
 
         others = (plan.rounds, num_round_rows)
-        encoder = _LayerNumbers(host, "encoder", chunks, *others, is_image, layout, floor=lambda each: each.window_floor)
+        self._encoder = _LayerNumbers(host, "encoder", chunks, *others, is_image, layout, floor=lambda each: each.window_floor)
         # A floor that lies in front of every window of a chunk neither removes rows nor hides keys.
         reach = config.sliding_window - 1
         requests: tuple[Chunk | Round, ...] = (*chunks, *plan.rounds)
         differs = any(each.decoder_floor > max(each.window_floor, each.start - reach) for each in requests)
-        decoder = encoder
+        self._decoder = decoder = self._encoder
         if differs:
             kept = np.ones(len(token_ids), dtype=bool)
             decoder_chunks: Sequence[Chunk] = chunks
@@ -162,7 +180,7 @@ class StepInputs:
                 kept = np.concatenate([kept[:0], *positions])
                 decoder_chunks = [_from(chunk, chunk.decoder_floor) for chunk in chunks if chunk.end > chunk.decoder_floor]
             host["decoder_rows"] = np.append(np.flatnonzero(kept), np.arange(len(kept), len(kept) + num_round_rows))
-            decoder = _LayerNumbers(
+            self._decoder = decoder = _LayerNumbers(
                 host,
                 "decoder",
                 decoder_chunks,
@@ -178,16 +196,31 @@ class StepInputs:
         wanted.append(np.arange(decoder.num_chunk_rows, decoder.num_chunk_rows + num_round_rows))
         host["logit_rows"] = np.concatenate(wanted)
 
-        there = host.send(device)
-        encoder_inputs = encoder.derive(there, rounds, config, layout, device)
+        self.packed, self._lens = host.pack()
+        self.shape: Hashable = (tuple(self._lens.items()), self._encoder.shape, decoder.shape)
+
+    def derive(
+        self, packed: Tensor, rounds: RoundRows | None = None, image_features: Mapping[str, Tensor] | None = None
+    ) -> StepInputs:
+        """The inputs on the device of ``packed``.
+
+        Args:
+            packed: :attr:`packed`, wherever it is needed.
+            rounds: rows of the plan's rounds, if it has any.
+            image_features: request id -> [num_image_positions, hidden] embeddings of all its image positions, in order.
+        """
+        assert (rounds is None) != self._has_rounds, "rounds have rows"
+        there = dict(zip(self._lens, packed.split(list(self._lens.values())), strict=True))
+        encoder = self._encoder.derive(there, rounds, self._config, self._layout)
+        is_same = self._decoder is self._encoder
         ids = there["token_ids"]
         if rounds is not None:
             ids = torch.cat([ids, rounds.token_ids])
         image_embeddings = None
-        if is_image.any():
+        if self._is_image.any():
             assert image_features is not None, "image positions have features"
-            image_embeddings = _image_embeddings(chunks, is_image, image_features)
-        return cls(
+            image_embeddings = _image_embeddings(self._chunks, self._is_image, image_features)
+        return StepInputs(
             token_ids=ids,
             image_rows=there["image_rows"] if image_embeddings is not None else None,
             image_embeddings=image_embeddings,
@@ -195,9 +228,9 @@ class StepInputs:
             restored_slots=there["restored_slots"],
             restored_positions=there["restored_positions"],
             restored_ids=there["restored_ids"],
-            encoder=encoder_inputs,
-            decoder=encoder_inputs if decoder is encoder else decoder.derive(there, rounds, config, layout, device),
-            decoder_rows=there["decoder_rows"] if differs else None,
+            encoder=encoder,
+            decoder=encoder if is_same else self._decoder.derive(there, rounds, self._config, self._layout),
+            decoder_rows=None if is_same else there["decoder_rows"],
             logit_rows=there["logit_rows"],
         )
 
@@ -205,12 +238,10 @@ class StepInputs:
 class _Transfer(dict[str, npt.ArrayLike]):
     """Named lists of integers that cross to the device together."""
 
-    def send(self, device: torch.device) -> dict[str, Tensor]:
-        """The same names as int64 tensors: views of one buffer.  Cost: one copy, not waited for."""
+    def pack(self) -> tuple[Tensor, dict[str, int]]:
+        """All in one buffer [n] int64, one behind the other, and how many each name has."""
         arrays = {name: np.asarray(values, dtype=np.int64) for name, values in self.items()}
-        packed = to_device(torch.from_numpy(np.concatenate(list(arrays.values()))), device)
-        parts = packed.split([len(array) for array in arrays.values()])
-        return dict(zip(arrays, parts, strict=True))
+        return torch.from_numpy(np.concatenate(list(arrays.values()))), {name: len(array) for name, array in arrays.items()}
 
 
 class _LayerNumbers:
@@ -232,15 +263,13 @@ class _LayerNumbers:
         self.chunk_spans = spans = _spans(self.chunks, layout)
         self.num_chunk_rows = len(is_image)
         num_pages = spans[-1].first_page + spans[-1].num_pages if spans else 0
-        self.round_spans = _round_spans(rounds, num_pages)
+        self.round_pages = tuple(len(each.page_ids) for each in rounds)
         self._name = name
-        self._width = max((span.num_rows for span in self.round_spans), default=0)
         self._num_requests = len(chunks) + len(rounds) + bool(rounds)
         requests: tuple[Chunk | Round, ...] = (*self.chunks, *rounds)
         nobody = [0] if rounds else []
         nobodys_page = [[0]] if rounds else []
-        end = self.round_spans[-1].first_page + self.round_spans[-1].num_pages if rounds else num_pages
-        first_pages = [span.first_page for span in (*spans, *self.round_spans)]
+        round_ends = num_pages + np.cumsum([0, *self.round_pages])
         columns: dict[str, list[npt.ArrayLike]] = {
             "positions": [np.arange(chunk.start, chunk.end) for chunk in self.chunks],
             "requests": [np.full(span.num_rows, number) for number, span in enumerate(spans)],
@@ -248,7 +277,7 @@ class _LayerNumbers:
             "slots": [[each.slot for each in requests], nobody],
             "starts": [[chunk.start for chunk in self.chunks]],
             "first_rows": [[span.first_row for span in spans]],
-            "first_pages": [first_pages, [end] if rounds else []],
+            "first_pages": [[span.first_page for span in spans], round_ends if rounds else []],
             "window_floors": [[floor(each) for each in requests], nobody],
             "write_floors": [[chunk.write_floor for chunk in self.chunks], [0] * len(rounds), nobody],
             "page_ids": [*(each.page_ids for each in requests), *nobodys_page],
@@ -258,23 +287,21 @@ class _LayerNumbers:
         for column, parts in columns.items():
             host[f"{name}.{column}"] = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts] or [_NOTHING])
 
-    def derive(
-        self,
-        there: Mapping[str, Tensor],
-        rounds: RoundRows | None,
-        config: ModelConfig,
-        layout: KVLayout,
-        device: torch.device,
-    ) -> LayerInputs:
+    @property
+    def shape(self) -> Hashable:
+        """What :meth:`derive` depends on, apart from numbers."""
+        return self.chunk_spans, self.round_pages, self.num_chunk_rows
+
+    def derive(self, there: Mapping[str, Tensor], rounds: RoundRows | None, config: ModelConfig, layout: KVLayout) -> LayerInputs:
         def column(name: str) -> Tensor:
             return there[f"{self._name}.{name}"]
 
         positions, requests, starts, page_ids = (column(name) for name in ("positions", "requests", "starts", "page_ids"))
-        first_rows, round_rows = column("first_rows"), positions.new_empty(0, 0)
+        first_rows, round_rows, device = column("first_rows"), positions.new_empty(0, 0), positions.device
         if rounds is not None:
             num_rows = self.num_chunk_rows + len(rounds.positions)
             nobody = starts.new_zeros(1)
-            places = torch.arange(self._width, device=device)
+            places = torch.arange(rounds.width, device=device)
             round_rows = self.num_chunk_rows + rounds.first_rows.unsqueeze(1) + places
             round_rows = torch.where(places <= rounds.lens.unsqueeze(1), round_rows, num_rows)
             positions = torch.cat([positions, rounds.positions])
@@ -303,7 +330,13 @@ class _LayerNumbers:
             positions=positions,
             requests=requests,
             is_image=column("is_image").bool(),
-            spans=Spans(chunks=self.chunk_spans, rounds=self.round_spans, positions=positions, round_rows=round_rows),
+            spans=Spans(
+                chunks=self.chunk_spans,
+                round_pages=self.round_pages,
+                first_pages=column("first_pages")[len(self.chunks) : len(self.chunks) + len(self.round_pages)],
+                round_rows=round_rows,
+                positions=positions,
+            ),
             slots=column("slots"),
             starts=starts,
             page_ids=page_ids,
@@ -313,16 +346,6 @@ class _LayerNumbers:
             compressor_rows=column("compressor_rows"),
             store_rows=store_rows,
         )
-
-
-def _round_spans(rounds: Sequence[Round], first_page: int) -> tuple[Span, ...]:
-    """Bounds of where the tokens of rounds stand; their pages follow ``first_page`` others."""
-    spans: list[Span] = []
-    for each in rounds:
-        num_rows, num_pages = each.max_drafts + 1, len(each.page_ids)
-        spans.append(Span(first_row=0, num_rows=num_rows, start=each.start_max, first_page=first_page, num_pages=num_pages))
-        first_page += num_pages
-    return tuple(spans)
 
 
 def _spans(chunks: Sequence[Chunk], layout: KVLayout) -> tuple[Span, ...]:

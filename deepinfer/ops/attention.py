@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,6 @@ from deepinfer.ops.quant import (
     rms_norm,
     round_mxfp4,
     row_sum,
-    to_device,
 )
 
 _GATHER_BYTES = 8 << 20
@@ -46,11 +44,11 @@ _SCORE_TILES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where one request stands in a step; plain host numbers.
+    """Where one chunk stands in a step; plain host numbers.
 
     Attributes:
-        first_row, num_rows: its tokens in the step; of a round of decoding, 0 and how many there are at most.
-        start: position of the first of them; of a round, the greatest it may be.
+        first_row, num_rows: its tokens in the step.
+        start: position of the first of them.
         first_page, num_pages: its pages in ``page_ids``.
     """
 
@@ -67,15 +65,17 @@ class Spans:
 
     Attributes:
         chunks: requests whose rows the host knows; they come first, in order.
-        rounds: requests whose rows only the device knows: an anchor and drafts.
-        positions: [num_tokens] int64.
+        round_pages: [num_rounds] pages of each request whose rows only the device knows: an anchor and drafts.
+        first_pages: [num_rounds] int64, where those pages begin in ``page_ids``.
         round_rows: [num_rounds, width] int64, rows of each round's tokens; num_tokens where it has fewer.
+        positions: [num_tokens] int64.
     """
 
     chunks: tuple[Span, ...]
-    rounds: tuple[Span, ...]
-    positions: Tensor
+    round_pages: tuple[int, ...]
+    first_pages: Tensor
     round_rows: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,23 +213,23 @@ def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor
     """Scores of all tokens of a step: a chunk at a time, rounds many at a time."""
     for span in spans.chunks:
         yield _score_chunk(q, head_weights, store, page_ids, span)
-    if spans.rounds:
+    if spans.round_pages:
         q, head_weights = (torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in (q, head_weights))
-        for first, last in _runs(spans.rounds, store.ratio):
+        for first, last in _runs(spans.round_pages, store.values.shape[1]):
             yield _score_rounds(q, head_weights, store, page_ids, spans, slice(first, last))
 
 
-def _runs(rounds: Sequence[Span], ratio: int) -> Iterator[tuple[int, int]]:
+def _runs(round_pages: Sequence[int], page_entries: int) -> Iterator[tuple[int, int]]:
     """Rounds that are scored together, first and behind the last: neighbours, as long as padding to the longest is cheap."""
     first = longest = 0
-    for number, span in enumerate(rounds):
-        tiles = max(1, -(-((span.start + span.num_rows) // ratio) // _SCORE_KEYS))
+    for number, num_pages in enumerate(round_pages):
+        tiles = -(-num_pages * page_entries // _SCORE_KEYS)
         grown = max(longest, tiles)
         if number > first and not (grown * (number + 1 - first) <= _SCORE_TILES and grown <= 4 * min(tiles, longest)):
             yield first, number
             first, grown = number, tiles
         longest = grown
-    yield first, len(rounds)
+    yield first, len(round_pages)
 
 
 def _key_tiles(store: IndexStore, pages: Tensor, num_entries: int, wide: torch.dtype) -> Tensor:
@@ -262,13 +262,13 @@ def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: 
     """
     num_heads, head_dim = q.shape[1:]
     page_entries, wide = store.values.shape[1], head_weights.dtype
-    run, rows = spans.rounds[which], spans.round_rows[which]
+    rows, first_pages = spans.round_rows[which], spans.first_pages[which].unsqueeze(1)
     count, width = rows.shape
-    num_entries = max(1, *((span.start + span.num_rows) // store.ratio for span in run))
-    first_pages = np.array([span.first_page for span in run])
-    last_pages = first_pages + np.array([span.num_pages for span in run]) - 1
-    pages = np.minimum(first_pages[:, None] + np.arange(-(-num_entries // page_entries)), last_pages[:, None])
-    key_tiles = _key_tiles(store, page_ids[to_device(torch.from_numpy(pages), q.device)], num_entries, wide)
+    num_pages = max(spans.round_pages[which])
+    num_entries = num_pages * page_entries
+    # A round with fewer pages sees others' behind its own, and none of their entries.
+    pages = (first_pages + torch.arange(num_pages, device=q.device)).clamp_max(page_ids.shape[0] - 1)
+    key_tiles = _key_tiles(store, page_ids[pages], num_entries, wide)
     num_tiles = key_tiles.shape[1]
     flat_keys = key_tiles.flatten(0, 1)
 
@@ -285,14 +285,13 @@ def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: 
     flat = rows.flatten()
     positions = torch.cat([spans.positions, spans.positions.new_full((1,), -1)])[flat]
     visible = ((positions + 1) // store.ratio).unsqueeze(1)
-    first_entries = to_device(torch.from_numpy(first_pages * page_entries), q.device)
     return _Scored(
         rows=flat,
         scores=torch.cat(scores, dim=1)
         .flatten(0, 1)
         .masked_fill_(torch.arange(num_entries, device=q.device) >= visible, -torch.inf),
         visible=visible,
-        first_entries=first_entries.repeat_interleave(width).unsqueeze(1),
+        first_entries=(first_pages * page_entries).expand(-1, width).reshape(-1, 1),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deepinfer.config import ModelConfig, VisionConfig, engram_primes
+from deepinfer.config import DraftSampling, ModelConfig, VisionConfig, engram_primes
 from deepinfer.ops import attention, engram, moe, norm, quant, sampling, vision
 from deepinfer.ops.op import Op
 
@@ -393,7 +393,7 @@ def _compressor_cases() -> Iterator[Case]:
 
 def _spans(num_rows: int, page_tokens: int, far: int, device: torch.device) -> attention.Spans:
     """A step of up to three requests: a prompt's beginning, a chunk that goes on from an odd position, and a round behind a long
-    context, which the host believes to stand further on."""
+    context."""
     in_round = min(2, num_rows)
     first, second = (num_rows - in_round) // 2, num_rows - in_round - (num_rows - in_round) // 2
     counts = [(0, first), (page_tokens + 1, second)]
@@ -406,30 +406,28 @@ def _spans(num_rows: int, page_tokens: int, far: int, device: torch.device) -> a
                 attention.Span(first_row=first_row, num_rows=count, start=start, first_page=first_page, num_pages=num_pages)
             )
             first_row, first_page = first_row + count, first_page + num_pages
-    bound = attention.Span(
-        first_row=0, num_rows=in_round + 1, start=far + 2, first_page=first_page, num_pages=-(-(far + in_round) // page_tokens)
-    )
     positions = [start + number for start, count in (*counts, (far, in_round)) for number in range(count)]
     return attention.Spans(
         chunks=tuple(chunks),
-        rounds=(bound,),
-        positions=torch.tensor(positions, device=device),
+        round_pages=(-(-(far + in_round) // page_tokens),),
+        first_pages=torch.tensor([first_page], device=device),
         round_rows=torch.tensor([[*range(first_row, num_rows), num_rows]], device=device),
+        positions=torch.tensor(positions, device=device),
     )
 
 
 def _one_round_each(arguments: Arguments, index: Tensor) -> Arguments:
     """``Case.take`` of the choosing operators: every token a round of its own, on the same pages."""
     spans: attention.Spans = arguments["spans"]
-    owners = [span for span in spans.chunks for _ in range(span.num_rows)]
-    owners += [spans.rounds[0]] * (len(spans.positions) - len(owners))
-    positions = spans.positions[index]
-    rounds = tuple(
-        dataclasses.replace(owners[row], first_row=0, num_rows=1, start=position)
-        for row, position in zip(index.tolist(), positions.tolist(), strict=True)
-    )
+    owners = [(span.first_page, span.num_pages) for span in spans.chunks for _ in range(span.num_rows)]
+    owners += [(int(spans.first_pages[0]), spans.round_pages[0])] * (len(spans.positions) - len(owners))
+    own = [owners[row] for row in index.tolist()]
     alone = attention.Spans(
-        chunks=(), rounds=rounds, positions=positions, round_rows=torch.arange(len(rounds), device=index.device).unsqueeze(1)
+        chunks=(),
+        round_pages=tuple(num_pages for _, num_pages in own),
+        first_pages=torch.tensor([first_page for first_page, _ in own], device=index.device),
+        round_rows=torch.arange(len(own), device=index.device).unsqueeze(1),
+        positions=spans.positions[index],
     )
     picked = {name: arguments[name][index] for name in ("q", "head_weights", "blocks") if name in arguments}
     return arguments | picked | {"spans": alone}
@@ -442,7 +440,7 @@ def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Argument
     page_entries = page_tokens // ratio
     far = ratio * (2 * config.candidate_topk_blocks * config.candidate_block_size + config.index_topk + 3)
     spans = _spans(num_rows, page_tokens, far, draw.device)
-    num_pages = spans.rounds[-1].first_page + spans.rounds[-1].num_pages
+    num_pages = int(spans.first_pages[-1]) + spans.round_pages[-1]
     q = draw.normal(num_rows, config.index_n_heads, config.index_head_dim)
     head_weights = draw.normal(num_rows, config.index_n_heads, dtype=draw.wide)
     if has_ties:
@@ -768,7 +766,7 @@ def _sampling_cases() -> Iterator[Case]:
         noise = draw.normal(num_rows, width, config.vocab_size, dtype=draw.wide)
         return arguments | {"draft_logits": target[tested] + noise if has_logits else None}
 
-    def markov(draw: Draw, num_rows: int, mode: sampling.DraftMode) -> Arguments:
+    def markov(draw: Draw, num_rows: int, mode: DraftSampling) -> Arguments:
         config = draw.config
         rank = config.dspark_markov_rank
         return {
@@ -812,7 +810,7 @@ def _sampling_cases() -> Iterator[Case]:
     for has_logits, name in ((True, "drawn drafts"), (False, "best drafts")):
         yield from _sizes(sampling.verify, partial(verify, has_logits=has_logits), _take_requests, name)
     yield from _sizes(sampling.verify_coupled, verify, _take_requests)
-    modes: tuple[sampling.DraftMode, ...] = ("argmax", "sampled", "coupled")
+    modes: tuple[DraftSampling, ...] = ("argmax", "sampled", "coupled")
     for mode in modes:
         take = rows("base_logits", "prev", "hidden", "rows", "anchor_positions")
         yield from _sizes(sampling.markov_step, partial(markov, mode=mode), take, mode)

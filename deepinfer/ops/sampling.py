@@ -22,11 +22,12 @@ logits stay fp64 everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from deepinfer.config import DraftSampling
 from deepinfer.ops.op import op
 from deepinfer.ops.quant import accumulation_dtype, linear_bf16, matmul_rows, row_sum, sigmoid
 from deepinfer.request import GREEDY_TEMPERATURE
@@ -36,13 +37,6 @@ LOGPROB_FLOOR: Final = -9999.0
 
 DEGENERATE_MASS: Final = 1e-8
 """A residual that holds less than this is rounding noise; the target itself is drawn from instead."""
-
-DraftMode = Literal["argmax", "sampled", "coupled"]
-"""How drafts are chosen.
-
-``argmax``: the best token; verify without draft logits.  ``sampled``: drawn with noise of its own (stream D); verify needs the
-logits.  ``coupled``: drawn with the noise that will decide the emitted token (stream E); only for :func:`verify_coupled`.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,7 +537,7 @@ def markov_step(
     rows: SamplingRows,
     anchor_positions: Tensor,
     draft_idx: int,
-    mode: DraftMode,
+    mode: DraftSampling,
     confidence_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose draft k given the token before it, and say how likely a draft is to survive there.
@@ -562,7 +556,7 @@ def markov_step(
         rows: one row of parameters for each row.
         anchor_positions: [num_rows] int.
         draft_idx: k, from 1.
-        mode: see :data:`DraftMode`.
+        mode: see :data:`DraftSampling`.
         confidence_temperature: divides the confidence's logit; above 1 it pulls towards 1/2.
 
     Returns:
@@ -622,6 +616,7 @@ class RoundRows:
     """The rows of a step's rounds, on the device.
 
     Attributes:
+        width: rows that a round has at most.
         starts: [num_rounds] int64 position of each anchor.
         lens: [num_rounds] int64 drafts behind it.
         first_rows: [num_rounds] int64 row of each anchor, counted from the first row of a round.
@@ -631,6 +626,7 @@ class RoundRows:
         positions: [num_rows] int64, the same.
     """
 
+    width: int
     starts: Tensor
     lens: Tensor
     first_rows: Tensor
@@ -667,6 +663,7 @@ def lay_out_rounds(
     known = owners.clamp_max(len(starts) - 1)
     offsets = torch.where(is_nobodys, 0, rows - first_rows[known])
     return RoundRows(
+        width=token_ids.shape[1],
         starts=starts,
         lens=lens,
         first_rows=first_rows,

@@ -470,7 +470,6 @@ class Scheduler:
                 request_id=row.request.request_id,
                 slot=row.slot,
                 start=start,
-                start_max=min(start + row.num_drafts_in_flight, row.num_tokens_max - 1),
                 max_drafts=cap,
                 page_ids=row.holding.page_ids,
                 window_floor=row.window_floor,

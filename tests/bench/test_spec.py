@@ -85,7 +85,7 @@ class Core:
     def step(self):
         self.left -= 1
         rounds = tuple(
-            Round(request_id=name, slot=slot, start=9, start_max=9, max_drafts=2, page_ids=np.ones(1, np.int32))
+            Round(request_id=name, slot=slot, start=9, max_drafts=2, page_ids=np.ones(1, np.int32))
             for name, slot in (("a", 4), ("ended", 2), ("b", 1))
         )
         sampled = {

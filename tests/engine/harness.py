@@ -37,7 +37,9 @@ def build(
     num_drafts=0,
     draft_mode="coupled",
     is_adaptive=False,
+    draft_budget=None,
     drafter=lambda network: Drafter(network, weights("golden")),
+    tiers=None,
 ):
     """An engine; the production regime unless ``exact``."""
     network = model("golden", device, exact=exact)
@@ -65,6 +67,7 @@ def build(
         num_drafts=num_drafts,
         draft_mode=draft_mode,
         replay_mode=replay_mode,
+        tiers=tiers,
     )
     limits = Limits(
         max_model_len=max_model_len,
@@ -77,7 +80,8 @@ def build(
         num_drafts=num_drafts,
     )
     curve = CostCurve([1, 2, 4, 8, 16, 32], [1.0, 1.1, 1.3, 1.9, 3.3, 6.0])
-    draft_budget = DraftBudget(num_slots, num_drafts, curve) if is_adaptive and num_drafts else None
+    if is_adaptive and num_drafts:
+        draft_budget = DraftBudget(num_slots, num_drafts, curve)
     return EngineCore(Executor(lambda: worker), kv, limits, budget=draft_budget, is_async=is_async)
 
 

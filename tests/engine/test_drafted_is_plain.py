@@ -2,11 +2,12 @@
 under any schedule, the text is the plain one, bit for bit, greedy and seeded.
 
 Every seed is another random engine: drafts of a round, how many of them are right, adaptive lengths or not, one step ahead or
-not, pool, cache, chunks, moments of arrival.
+not, pool, cache, chunks, moments of arrival, steps padded as for graphs or not.
 """
 
 import pytest
 
+from deepinfer.executor.graphs import Tiers
 from tests.engine.harness import build, drain, fresh, knowing, params, request, rng_of, tokens
 
 BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
@@ -38,6 +39,7 @@ def random_engine(rng, drafter, work):
         num_drafts=num_drafts,
         is_adaptive=bool(rng.random() < 0.5),
         drafter=drafter,
+        tiers=Tiers(rows=int(rng.integers(1, 12)), requests=int(rng.integers(1, 6))) if rng.random() < 0.5 else None,
     )
 
 

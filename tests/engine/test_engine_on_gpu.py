@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepinfer.errors import StepFailed
+from deepinfer.executor.graphs import Tiers
 from tests.engine.harness import build, drain, params, request, rng_of, tokens, two_turns
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,7 @@ def test_drafted_is_plain(mode):
             num_drafts=int(rng.integers(1, 6)),
             is_adaptive=bool(seed % 2),
             draft_mode=mode,
+            tiers=Tiers(requests=4) if seed < 3 else None,
         )
         got, expected = drain(core, work, rng), fresh(work)
         for each in work:
@@ -59,6 +61,49 @@ def test_drafted_is_plain(mode):
         core.close()
     assert min(seen["rejected"], seen["preempted"]) > 0, seen
     assert seen["accepted"] or mode != "coupled", seen
+
+
+class AnyTotal:
+    """A budget of drafts at random."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def choose(self, slots, caps, is_stale, *, num_other_rows, max_rows):
+        return int(self.rng.integers(0, min(int(caps.sum()), max_rows - len(caps)) + 1))
+
+    def __getattr__(self, name):
+        return lambda *args, **given: None  # learns nothing
+
+
+@pytest.mark.parametrize("mode", ["coupled", "sampled"])
+def test_one_graph_serves_any_number_of_drafts(mode):
+    """Steps with any total, any share of each round, any positions: replayed and launched give the same bits."""
+    work = [
+        request(f"r{number}", tokens(rng_of(number, 9), 20), params(rng_of(number, 10), 40, ignore_eos=True))
+        for number in range(6)
+    ]
+    outputs = []
+    for tiers in (Tiers(rows=64, requests=8), None):
+        core = build(
+            device=CUDA, num_drafts=5, draft_mode=mode, draft_budget=AnyTotal(rng_of(0, 11)), tiers=tiers, is_async=False
+        )
+        graphs, totals = core.executor.worker._graphs, {}
+        run = graphs.run
+
+        def recording(key, body, packed, numbers, run=run, totals=totals):
+            totals.setdefault(key, set()).add(int(numbers[-1]))
+            return run(key, body, packed, numbers)
+
+        graphs.run = recording
+        outputs.append(drain(core, work))
+        if tiers is not None:
+            most = max((values for key, values in totals.items() if key is not None), key=len)
+            assert len(most) > 5, "totals that one graph has served"
+            assert graphs.num_captured < graphs.num_replays / 2
+            assert core.executor.worker._speculator._graphs.num_replays >= graphs.num_replays
+        core.close()
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer.executor.graphs import Graphs
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
-from deepinfer.executor.speculate import Speculator
+from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.model.drafter import Drafts
 from deepinfer.ops.sampling import SamplingRows, sample, token_logprobs
 from deepinfer.request import SamplingParams
@@ -48,7 +49,9 @@ class Device:
         self.table = RowTable(NUM_SLOTS, num_drafts, CPU, draft_vocab=VOCAB if mode == "sampled" else 0)
         self.rules = TokenRules(VOCAB, eos_token_id=EOS, forbidden=(), device=CPU)
         self.drafter = drafter or (FakeDrafter() if num_drafts else None)
-        self.speculator = Speculator(self.table, self.rules, self.drafter, mode=mode, num_drafts=num_drafts, eos_token_id=EOS)
+        self.speculator = Speculator(
+            self.table, self.rules, self.drafter, mode=mode, num_drafts=num_drafts, eos_token_id=EOS, graphs=Graphs(CPU)
+        )
 
     def place(self, slot, *, num_tokens, anchor=2, drafts=(), confidences=(), num_tokens_max=100, params=GREEDY):
         """A request that decodes: ``num_tokens`` decided ones, the anchor included."""
@@ -58,6 +61,9 @@ class Device:
         table.draft_ids[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
         table.confidences[slot, : len(confidences)] = torch.tensor(confidences, dtype=torch.float32)
 
+    def lay_out(self, plan):
+        return self.speculator.lay_out(self.speculator.round_numbers(plan), len(plan.rounds) + plan.num_drafts)
+
     def decide(self, rounds, laid, logits, chunks=(), params=None):
         params = params or [GREEDY] * (len(chunks) + len(rounds))
         return self.speculator.decide(chunks, rounds, laid, logits, params)
@@ -65,7 +71,7 @@ class Device:
 
 def round_of(slot, max_drafts=3, **given):
     """What the host knows of positions does not matter to the device, so that it is wrong here."""
-    return Round(request_id=f"r{slot}", slot=slot, start=0, start_max=90, max_drafts=max_drafts, page_ids=PAGE, **given)
+    return Round(request_id=f"r{slot}", slot=slot, start=0, max_drafts=max_drafts, page_ids=PAGE, **given)
 
 
 def chunk_of(slot, start, count, **given):
@@ -101,7 +107,7 @@ def test_rounds_stand_where_the_device_knows_them_to_be():
     device = Device()
     device.place(4, num_tokens=21, anchor=5, drafts=[2, 3, 4])
     device.place(2, num_tokens=9, anchor=6, drafts=[4, 4, 0])
-    laid = device.speculator.lay_out(plan_of([round_of(4), round_of(2, max_drafts=1)]))
+    laid = device.lay_out(plan_of([round_of(4), round_of(2, max_drafts=1)]))
     assert (laid.starts.tolist(), laid.lens.tolist()) == ([20, 8], [3, 1])
     assert laid.token_ids.tolist() == [5, 2, 3, 4, 6, 4]
 
@@ -109,7 +115,7 @@ def test_rounds_stand_where_the_device_knows_them_to_be():
 def test_without_drafts_a_round_is_its_anchor():
     device = Device(num_drafts=0)
     device.place(1, num_tokens=5, anchor=6)
-    laid = device.speculator.lay_out(plan_of([round_of(1, max_drafts=0)]))
+    laid = device.lay_out(plan_of([round_of(1, max_drafts=0)]))
     assert (laid.token_ids.tolist(), laid.positions.tolist(), laid.lens.tolist()) == ([6], [4], [0])
     decided = device.decide([round_of(1, max_drafts=0)], laid, choosing(3))
     assert (decided.token_ids.tolist(), decided.num_drafts.tolist(), decided.confidences.shape) == ([[3]], [0], (1, 0))
@@ -121,7 +127,7 @@ def test_a_round_never_verifies_more_than_the_request_has_room_for(left, length)
     """The host may not know yet how far the request is, and asks for too many."""
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=10 + left, drafts=[2, 3, 4])
-    laid = device.speculator.lay_out(plan_of([round_of(1)]))
+    laid = device.lay_out(plan_of([round_of(1)]))
     assert laid.lens.tolist() == [length]
     assert laid.owners.tolist() == [0] * (length + 1) + [1] * (3 - length)
 
@@ -130,7 +136,7 @@ def test_budget_beyond_what_the_rounds_have_room_for_leaves_rows_to_nobody():
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=12, confidences=[1.0, 1.0, 1.0])
     device.place(2, num_tokens=10, num_tokens_max=11, confidences=[1.0, 1.0, 1.0])
-    laid = device.speculator.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=5))
+    laid = device.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=5))
     assert laid.lens.tolist() == [1, 0]
     assert laid.owners.tolist() == [0, 0, 1, 2, 2, 2, 2]
 
@@ -151,7 +157,7 @@ def test_a_smaller_budget_goes_to_the_likeliest_drafts(confidences, num_drafts, 
     device = Device()
     for slot, values in zip((3, 1), confidences, strict=True):
         device.place(slot, num_tokens=10, drafts=[2, 3, 4], confidences=values)
-    laid = device.speculator.lay_out(plan_of([round_of(3), round_of(1)], num_drafts=num_drafts))
+    laid = device.lay_out(plan_of([round_of(3), round_of(1)], num_drafts=num_drafts))
     assert laid.lens.tolist() == lens
     assert (laid.owners < 2).all(), "the budget is spent in full"
 
@@ -160,7 +166,7 @@ def test_a_round_with_less_room_leaves_its_share_to_others():
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=12, confidences=[1.0, 1.0, 1.0])
     device.place(2, num_tokens=10, confidences=[0.1, 0.1, 0.1])
-    laid = device.speculator.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=3))
+    laid = device.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=3))
     assert laid.lens.tolist() == [1, 2]
 
 
@@ -177,7 +183,7 @@ def test_prompts_and_rounds_of_any_length_are_decided_together():
         device.table.write(slot, GREEDY, 100)
     chunks = [chunk_of(4, 0, 6, num_logits=1), chunk_of(5, 16, 3, num_logits=1)]
     rounds = [round_of(1), round_of(2, max_drafts=0), round_of(3, max_drafts=1)]
-    laid = device.speculator.lay_out(plan_of(rounds, num_drafts=4))
+    laid = device.lay_out(plan_of(rounds, num_drafts=4))
     padded = rows_of(laid.starts, laid.lens, torch.zeros(3, 4, dtype=torch.int64), 9)
     logits = choosing(2, 3, 3, 4, 6, 6, 5, 6, 2, 4, 4)
     decided = device.decide(rounds, padded, logits, chunks)
@@ -203,7 +209,7 @@ def test_best_tokens_come_from_the_row_of_each_token_and_as_many_as_the_greedies
     device.place(2, num_tokens=9, drafts=[6, 3, 3])
     params = [SamplingParams(temperature=0.0, seq_seed=1, top_logprobs=count) for count in (1, 3)]
     rounds = [round_of(1), round_of(2)]
-    laid = device.speculator.lay_out(plan_of(rounds))
+    laid = device.lay_out(plan_of(rounds))
     logits = choosing(3, 4, 2, 2, 6, 5, 2, 2)
     decided = device.decide(rounds, laid, logits, params=params)
     assert decided.num_accepted.tolist() == [2, 1]
@@ -250,13 +256,13 @@ def test_an_end_token_anywhere_in_a_round_leaves_no_share_of_the_next(offset):
     device.place(2, num_tokens=21, drafts=texts[:3], params=SamplingParams(temperature=0.0, seq_seed=1, ignore_eos=True))
     rounds = [round_of(1), round_of(2)]
     plan = plan_of(rounds)
-    laid = device.speculator.lay_out(plan)
+    laid = device.lay_out(plan)
     decided = device.decide(rounds, laid, choosing(*texts, *texts))
     assert device.table.has_ended[[1, 2]].tolist() == [True, False]
     inputs = step_inputs([], laid, rounds)
-    confidences = device.speculator.draft(plan, laid, decided, torch.zeros(8, 1), inputs, None)
+    confidences = device.speculator.draft(plan, laid, decided, Context.of(torch.zeros(8, 1), inputs), None)
     assert confidences.tolist() == device.table.confidences[[1, 2]].tolist() == [[0.0] * 3, [1.0] * 3]
-    assert device.speculator.lay_out(plan_of(rounds, num_drafts=3)).lens.tolist() == [0, 3]
+    assert device.lay_out(plan_of(rounds, num_drafts=3)).lens.tolist() == [0, 3]
 
 
 def test_residuals_are_drawn_with_noise_of_their_own():
@@ -271,7 +277,7 @@ def test_residuals_are_drawn_with_noise_of_their_own():
     for start in range(10, 40):
         device.place(1, num_tokens=start + 1, drafts=[3], params=params)
         device.table.draft_logits[1, 0] = torch.full((VOCAB,), -torch.inf).index_fill_(0, torch.tensor(3), 0.0)
-        laid = device.speculator.lay_out(plan_of([round_of(1, max_drafts=1)]))
+        laid = device.lay_out(plan_of([round_of(1, max_drafts=1)]))
         decided = device.decide([round_of(1, max_drafts=1)], laid, target, params=[params])
         expected, _ = sample(target[:1], rows, torch.tensor([start + 1]))
         assert decided.token_ids[0].tolist() == [int(expected), -1]
@@ -307,7 +313,7 @@ def test_the_drafter_remembers_accepted_tokens_and_never_the_new_anchor():
     decided = device.decide(rounds, laid, choosing(3, 4, 5, 2, 2, 2, 2, 2, 6, 2, 2, 2, 2, 2, 2))
     assert decided.num_accepted.tolist() == [3, 0, 1]
     aux = torch.arange(17.0).unsqueeze(1)
-    device.speculator.draft(plan, laid, decided, aux, step_inputs([chunk], laid, rounds), None)
+    device.speculator.draft(plan, laid, decided, Context.of(aux, step_inputs([chunk], laid, rounds)), None)
     expected = [(4, 6, 0.0), (4, 7, 1.0)]
     expected += [(1, 10 + number, 2.0 + number) for number in range(4)]
     expected += [(2, 20, 6.0)]
@@ -326,12 +332,12 @@ def test_drafts_come_behind_prompts_and_behind_answers_that_are_resumed():
     chunks = [chunk_of(1, 0, 4, num_logits=1), chunk_of(2, 4, 2), chunk_of(3, 8, 3, anchor_id=6, window_floor=5, decoder_floor=7)]
     plan = plan_of([], chunks=chunks)
     decided = device.decide([], None, choosing(5), chunks[:1])
-    confidences = device.speculator.draft(plan, None, decided, torch.zeros(9, 1), step_inputs(chunks, None, []), None)
+    confidences = device.speculator.draft(plan, None, decided, Context.of(torch.zeros(9, 1), step_inputs(chunks, None, [])), None)
     assert device.drafter.asked == [(1, 5, 4, 0), (3, 6, 11, 7)]
     assert confidences.tolist() == device.table.confidences[[1, 3]].tolist()
     assert device.table.draft_ids[[1, 3]].tolist() == [[2, 3, 4], [5, 6, 0]]
     assert device.table.num_tokens[[1, 3]].tolist() == [5, 12]
-    laid = device.speculator.lay_out(plan_of([round_of(3), round_of(1)]))
+    laid = device.lay_out(plan_of([round_of(3), round_of(1)]))
     assert laid.token_ids.tolist() == [6, 5, 6, 0, 5, 2, 3, 4]
 
 
@@ -344,8 +350,10 @@ def test_a_recycled_slot_has_nothing_of_its_last_request():
     chunk = chunk_of(1, 0, 4, num_logits=1)
     device.table.write(1, GREEDY, 100)
     decided = device.decide([], None, choosing(5), [chunk])
-    device.speculator.draft(plan_of([], chunks=[chunk]), None, decided, torch.zeros(4, 1), step_inputs([chunk], None, []), None)
-    laid = device.speculator.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=3))
+    device.speculator.draft(
+        plan_of([], chunks=[chunk]), None, decided, Context.of(torch.zeros(4, 1), step_inputs([chunk], None, [])), None
+    )
+    laid = device.lay_out(plan_of([round_of(1), round_of(2)], num_drafts=3))
     assert (laid.starts.tolist(), laid.lens.tolist()) == ([4, 9], [3, 0])
     assert laid.token_ids.tolist() == [5, 2, 3, 4, 2]
     assert not device.table.has_ended[1]
@@ -357,7 +365,9 @@ def test_a_resumed_answer_starts_anew_in_a_slot_whose_last_request_had_ended():
     device.table.has_ended[1] = True
     device.table.write(1, GREEDY, 100)
     chunk = chunk_of(1, 0, 4, anchor_id=5)
-    device.speculator.draft(plan_of([], chunks=[chunk]), None, None, torch.zeros(4, 1), step_inputs([chunk], None, []), None)
+    device.speculator.draft(
+        plan_of([], chunks=[chunk]), None, None, Context.of(torch.zeros(4, 1), step_inputs([chunk], None, [])), None
+    )
     assert device.table.confidences[1].tolist() == [1.0] * 3
     assert not device.table.has_ended[1]
 
@@ -366,7 +376,7 @@ def test_without_a_drafter_nothing_is_drafted_and_resumed_answers_still_find_the
     device = Device(num_drafts=0)
     device.table.write(3, GREEDY, 100)
     chunk = chunk_of(3, 8, 3, anchor_id=6)
-    assert device.speculator.draft(plan_of([], chunks=[chunk]), None, None, None, None, None) is None
+    assert device.speculator.draft(plan_of([], chunks=[chunk]), None, None, None, None) is None
     assert (int(device.table.num_tokens[3]), int(device.table.anchor_ids[3])) == (12, 6)
 
 
@@ -375,7 +385,7 @@ def test_state_is_saved_exactly_by_the_round_that_computes_the_last_token_of_a_p
     device = Device()
     device.place(2, num_tokens=21, drafts=[3, 4, 5])  # the round computes positions 20, 21, 22
     each = round_of(2, save_to=5, save_at=save_at)
-    laid = device.speculator.lay_out(plan_of([each]))
+    laid = device.lay_out(plan_of([each]))
     decided = device.decide([each], laid, choosing(3, 4, 6, 2))
     sources, targets = device.speculator.reached([each], decided)
     assert (sources.tolist(), targets.tolist()) == ([2], [5 if is_reached else 0])

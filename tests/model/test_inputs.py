@@ -110,7 +110,7 @@ class Rounds:
             if is_round:
                 ids[number - num_chunks, :count] = torch.from_numpy(token_ids)
                 slack = int(rng.integers(0, 7))  # the host knows bounds only
-                self.rounds.append(Round(start=max(0, start - slack), start_max=start + slack, max_drafts=width, **given))
+                self.rounds.append(Round(start=max(0, start - slack), max_drafts=width, **given))
             else:
                 self.chunks.append(chunk)
         self.starts = torch.tensor([chunk.start for chunk in self.same[num_chunks:]])

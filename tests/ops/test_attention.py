@@ -28,6 +28,11 @@ def rotation_at(positions):
 # ----------------------------------------------------------------------------------------------------------------- choosing
 
 
+def in_chunks(chunks, positions):
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Spans(chunks=tuple(chunks), round_pages=(), first_pages=nothing, round_rows=nothing.view(0, 0), positions=positions)
+
+
 class Indexed:
     """A step of two requests over one store: one from its first token, one that goes on."""
 
@@ -58,8 +63,7 @@ class Indexed:
     @property
     def arguments(self):
         positions = torch.tensor([position for _, _, position, _ in self.tokens()])
-        spans = Spans(chunks=self.spans, rounds=(), positions=positions, round_rows=torch.empty(0, 0, dtype=torch.int64))
-        return self.q, self.weights, self.store, self.page_ids, spans
+        return self.q, self.weights, self.store, self.page_ids, in_chunks(self.spans, positions)
 
     def tokens(self):
         """(row, span, position, scores of all visible entries) of every token."""
@@ -130,14 +134,12 @@ def test_topk_within_stays_inside_each_tokens_blocks(top_blocks, size, coarse, s
 class Grouped:
     """The same tokens of many requests, as chunks and as rounds.
 
-    Contexts reach from nothing to twenty tiles of keys, in an order in which neighbours are scored together and apart; what the
-    host believes of rounds is as far off as it may be.
+    Contexts reach from nothing to twenty tiles of keys, in an order in which neighbours are scored together and apart.
     """
 
     def __init__(self, rng, ratio, *, coarse, width):
         starts = rng.permutation([0, 1, 6, 37, 90, 150, 151, 700, 1100, 1300]).tolist()
         counts = rng.integers(1, width + 1, len(starts)).tolist()
-        slack = rng.integers(0, 3 * width, len(starts)).tolist()
         num_pages = [-(-((start + count) // ratio) // PAGE_ENTRIES) or 1 for start, count in zip(starts, counts, strict=True)]
         total, pool = sum(counts), sum(num_pages) + 1
         records = quant.encode_index(normal(rng, pool * PAGE_ENTRIES, INDEX_DIM)).unflatten(0, (pool, PAGE_ENTRIES))
@@ -153,18 +155,17 @@ class Grouped:
             Span(first_row=rows[i], num_rows=counts[i], start=starts[i], first_page=pages[i], num_pages=num_pages[i])
             for i in range(len(starts))
         ]
-        rounds = [
-            Span(first_row=0, num_rows=width, start=starts[i] + slack[i], first_page=pages[i], num_pages=num_pages[i])
-            for i in range(len(starts))
-        ]
-        nothing = torch.empty(0, 0, dtype=torch.int64)
-        self.chunks = Spans(chunks=tuple(chunks), rounds=(), positions=positions, round_rows=nothing)
+        self.chunks = in_chunks(chunks, positions)
         self.spans = []
         for first in (0, 1, 4):  # some requests may still be in their prompts
             places = torch.tensor(rows[first:-1]).unsqueeze(1) + torch.arange(width)
             is_there = torch.arange(width) < torch.tensor(counts[first:]).unsqueeze(1)
-            where = {"positions": positions, "round_rows": torch.where(is_there, places, total)}
-            self.spans.append(Spans(chunks=tuple(chunks[:first]), rounds=tuple(rounds[first:]), **where))
+            rounds = {
+                "round_pages": tuple(num_pages[first:]),
+                "first_pages": torch.tensor(pages[first:-1]),
+                "round_rows": torch.where(is_there, places, total),
+            }
+            self.spans.append(Spans(chunks=tuple(chunks[:first]), positions=positions, **rounds))
 
     def check(self, operator, *args):
         """Every mix of chunks and rounds gives the chunks' result."""
@@ -181,8 +182,8 @@ class Grouped:
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_tokens_of_rounds_choose_what_they_choose_in_chunks(ratio, width, coarse, seed):
     case = Grouped(np.random.default_rng(seed), ratio, coarse=coarse, width=width)
-    runs = list(attention._runs(case.spans[0].rounds, ratio))
-    assert 1 < len(runs) < len(case.spans[0].rounds)
+    runs = list(attention._runs(case.spans[0].round_pages, PAGE_ENTRIES))
+    assert 1 < len(runs) < len(case.spans[0].round_pages)
     case.check(attention.index_topk, 9)
     _, blocks = case.check(attention.index_blocks, 9, 7, 4)
     case.check(attention.index_topk_within, 9, blocks, 4)

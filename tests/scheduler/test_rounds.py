@@ -70,7 +70,7 @@ def test_round_verifies_one_draft_fewer_than_tokens_are_left(num_left, cap):
     world = decode(world_of(), "a", max_tokens=1 + num_left)
     plan = plan_of(world)
     (each,) = plan.rounds
-    assert (each.start, each.start_max, each.max_drafts) == (7, 7, cap)
+    assert (each.start, each.max_drafts) == (7, cap)
     assert (plan.num_drafts, plan.num_rows) == (cap, 1 + cap)
 
 
@@ -195,10 +195,10 @@ def test_round_ahead_has_bounds_and_pages_for_the_greatest():
     world.add("a", words(3), 40, ignore_eos=True)
     run_ahead(world)
     (first,) = run_ahead(world).rounds
-    assert (first.start, first.start_max, first.max_drafts) == (3, 3, 5)
+    assert (first.start, first.max_drafts) == (3, 5)
     world.commit()
     (second,) = run_ahead(world).rounds
-    assert (second.start, second.start_max, second.max_drafts) == (4, 9, 5)
+    assert (second.start, second.max_drafts) == (4, 5)
     assert len(second.page_ids) == LAYOUT.pages_for(9 + 1 + 5)
 
 
@@ -210,7 +210,7 @@ def test_round_is_planned_when_only_the_greatest_length_reaches_the_limit(num_ac
     assert run_ahead(world).rounds[0].max_drafts == 1
     world.commit()
     (each,) = run_ahead(world).rounds
-    assert (each.start, each.start_max, each.max_drafts) == (4, 5, 0)
+    assert (each.start, each.max_drafts) == (4, 0)
     world.commit()
     assert len(world.outputs["a"]) == 2 + num_accepted
     world.drain()

@@ -171,7 +171,7 @@ def test_step_ahead_goes_on_from_the_token_that_is_not_known_yet():
     plan = run_ahead(world)
     (each,) = plan.rounds
     assert plan.chunks == ()
-    assert (each.start, each.start_max, each.max_drafts) == (3, 3, 0)
+    assert (each.start, each.max_drafts) == (3, 0)
     world.commit()
     assert len(world.outputs["a"]) == 1
 

@@ -203,7 +203,6 @@ class World:
         name = each.request_id
         known, num_in_flight = len(self.told(name)), sum(name in result.sampled for _, result in self.in_flight)
         assert each.start == known + num_in_flight - 1, "a round starts at the anchor"
-        assert each.start <= each.start_max <= each.start + num_in_flight * self.limits.num_drafts
         assert 0 <= each.max_drafts <= self.limits.num_drafts
         length = len(self.sequences[name].ids)
         assert each.start + 1 + each.max_drafts <= length - 1, "no draft is verified behind the last token"

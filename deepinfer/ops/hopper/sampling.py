@@ -147,5 +147,12 @@ def lay_out_rounds(
     )
     lens, first_rows, owners, offsets, ids, positions = out.split([num_rounds] * 2 + [num_rows] * 4)
     return RoundRows(
-        starts=starts, lens=lens, first_rows=first_rows, owners=owners, offsets=offsets, token_ids=ids, positions=positions
+        width=token_ids.shape[1],
+        starts=starts,
+        lens=lens,
+        first_rows=first_rows,
+        owners=owners,
+        offsets=offsets,
+        token_ids=ids,
+        positions=positions,
     )
