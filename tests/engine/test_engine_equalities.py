@@ -1,66 +1,76 @@
 """No schedule changes a result: tokens and log-probabilities are the bits of a fresh run, alone and in one piece.
 
-Every test covers ten seeds; with --slow, ten times as many.
+Every test covers ten seeds; with --slow, ten times as many.  The first four run the same requests, and compare them with the same
+fresh run: distributed by groups (``--dist loadgroup``), one process makes it once for all of them.
 """
+
+import functools
 
 import pytest
 
 from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
 
-BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
+
+def _block(number):
+    marks = [pytest.mark.xdist_group(f"equalities of block {number}")]
+    return pytest.param(number, marks=[*marks, pytest.mark.slow] if number >= 20 else marks)
+
+
+BLOCKS = [_block(number) for number in range(200)]
 
 
 def seeds(block):
     return range(10 * block, 10 * block + 10)
 
 
-def unrelated(rng, count, longest):
-    return [request(f"r{number}", tokens(rng, int(rng.integers(1, longest))), params(rng, 2)) for number in range(count)]
+@functools.lru_cache(maxsize=20)
+def alone(seed):
+    """Unrelated requests, two of which need a page more soon after they begin to answer, and what each gives by itself."""
+    rng = rng_of(seed, 1)
+    lengths = (16 * 2, 16 * 2, int(rng.integers(1, 50)))
+    work = [request(f"r{number}", tokens(rng, length), params(rng, 2)) for number, length in enumerate(lengths)]
+    return work, fresh(work, alone=True)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_chunked_is_whole(block):
     for seed in seeds(block):
-        rng = rng_of(seed, 1)
-        work = unrelated(rng, 2, 50)
-        core = build(budget=int(rng.integers(8, 30)), is_async=False, cache=False)
-        assert drain(core, work) == fresh(work)
+        work, expected = alone(seed)
+        core = build(budget=int(rng_of(seed, 2).integers(8, 30)), is_async=False, cache=False)
+        assert drain(core, work) == expected
         core.close()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_batched_is_alone(block):
     for seed in seeds(block):
-        rng = rng_of(seed, 2)
-        work = unrelated(rng, 3, 40)
+        work, expected = alone(seed)
         core = build(is_async=False, cache=False)
-        assert drain(core, work, rng) == fresh(work, alone=True)
+        assert drain(core, work, rng_of(seed, 3)) == expected
         core.close()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_asynchronous_is_synchronous(block):
+    """One step after the other is how the requests ran alone."""
     for seed in seeds(block):
-        work = unrelated(rng_of(seed, 3), 3, 40)
-        results = []
-        for is_async in (True, False):
-            rng = rng_of(seed, 4)
-            core = build(is_async=is_async, budget=int(rng.integers(20, 80)), max_num_seqs=2)
-            results.append(drain(core, work, rng))
-            core.close()
-        assert results[0] == results[1]
+        work, expected = alone(seed)
+        rng = rng_of(seed, 4)
+        core = build(is_async=True, budget=int(rng.integers(20, 80)), max_num_seqs=2)
+        assert drain(core, work, rng) == expected
+        core.close()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_preempted_is_not(block):
     num_preempted = 0
     for seed in seeds(block):
+        work, expected = alone(seed)
         rng = rng_of(seed, 5)
-        work = [request(f"r{number}", tokens(rng, 16 * 2 - 2), params(rng, 4)) for number in range(2)]
         core = build(
             num_pages=1 + 5, cache=bool(rng.integers(2)), spare_slots=int(rng.integers(3)), exact_replay=bool(rng.integers(2))
         )
-        assert drain(core, work) == fresh(work)
+        assert drain(core, work) == expected
         num_preempted += core.stats().num_preempted
         core.close()
     assert num_preempted >= 5, "the pool is too small for all"
