@@ -65,6 +65,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "steps": _counter("steps", "Steps computed."),
     "step_time_seconds": _histogram("seconds", "Time of one turn of the loop.", _SECONDS),
     "computed_tokens": _counter("tokens", "Rows of all steps: prompt, output, replayed and computed again."),
+    "padding_rows": _counter("rows", "Rows of nobody, so that a captured graph fits."),
     "iteration_tokens_total": _histogram("tokens", "Tokens that one step brought.", _TOKENS),
     "num_preemptions": _counter("requests", "Requests that lost their pages and were computed again."),
     # Tokens.

@@ -156,9 +156,11 @@ class StepResult:
         confidences: [num_drafting, num_drafts] float32 of the drafts made for the next round, one row for each chunk that samples
             or has an anchor and for each round, in the order of the plan; empty where nothing is drafted.
         duration_ms: time that the device spent on the step.
+        num_padding_rows: rows of nobody among those that the device computed, so that a captured graph fits.
     """
 
     sampled: Mapping[str, Sampled]
     prompt_logprobs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     confidences: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_CONFIDENCES)
     duration_ms: float = 0.0
+    num_padding_rows: int = 0

@@ -156,6 +156,7 @@ class Observer:
         metrics.put("state_slot_usage_perc", stats.num_held_slots / max(1, stats.num_slots))
         metrics.put("steps", stats.num_steps)
         metrics.put("computed_tokens", stats.num_computed_tokens)
+        metrics.put("padding_rows", stats.num_padding_rows)
         metrics.put("num_preemptions", stats.num_preempted)
         metrics.put("prefix_cache_queries", stats.num_asked_tokens)
         metrics.put("prefix_cache_hits", stats.num_hit_tokens)

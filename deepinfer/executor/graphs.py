@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.errors import StepFailed
 from deepinfer.ops.quant import to_device
 from deepinfer.step import PLACEHOLDER, Round, StepPlan
 
@@ -141,8 +142,14 @@ class Graphs(Generic[T]):
         there = tuple(torch.zeros_like(each, device=self._device) for each in inputs)
         graph = torch.cuda.CUDAGraph()
         # Other threads wait for events meanwhile, which only this mode allows.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = body(*there)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = body(*there)
+        except torch.OutOfMemoryError as error:
+            raise StepFailed(
+                f"no memory is left for a CUDA graph beside the {len(self._graphs)} that there are; "
+                "lower gpu_memory_utilization, or do without graphs (DEEPINFER_ENFORCE_EAGER=1)"
+            ) from error
         captured = _Captured(graph=graph, inputs=there, result=result)
         self._graphs[key] = captured
         self.num_captured += 1

@@ -60,6 +60,7 @@ class Launched:
         prompt_logprobs: request id -> [num_targets] copies on the host.
         confidences: [num_drafting, num_drafts] copy on the host, or None.
         stopwatch: of the step.
+        num_padding_rows: as in the result.
     """
 
     request_ids: Sequence[str]
@@ -68,6 +69,7 @@ class Launched:
     prompt_logprobs: Mapping[str, Tensor]
     confidences: Tensor | None
     stopwatch: Stopwatch
+    num_padding_rows: int
 
     def result(self) -> StepResult:
         """Wait for the step and read what it did."""
@@ -103,6 +105,7 @@ class Launched:
             prompt_logprobs={name: tuple(values.tolist()) for name, values in self.prompt_logprobs.items()},
             confidences=empty if self.confidences is None else self.confidences.numpy(),
             duration_ms=duration_ms,
+            num_padding_rows=self.num_padding_rows,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,29 +185,19 @@ class Worker:
         self._cache.copy_pages(plan.page_copies)
         self._cache.copy_slots(restores)
         features = self._take_chunks(plan)
-        num_real, num_round_rows = len(plan.rounds), len(plan.rounds) + plan.num_drafts
-        is_decode = bool(plan.rounds) and not plan.chunks
-        if is_decode and self._tiers is not None:
+        num_real, num_rows = len(plan.rounds), len(plan.rounds) + plan.num_drafts
+        num_round_rows = num_rows
+        if self._tiers is not None and plan.rounds and not plan.chunks:
             plan, num_round_rows = self._tiers.pad(plan)
-        numbers = StepNumbers(plan, num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode)
-
-        def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
-            rounds = self._speculator.lay_out(round_numbers, num_round_rows)
-            inputs = numbers.derive(packed, rounds, features)
-            outputs = self.model.run(inputs, self._cache)
-            context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
-            return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
-
-        key = numbers.shape if is_decode else None
-        ran = self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
-        rounds, prompt_logprobs, hidden = ran.rounds, *self._prompt_logprobs(plan, ran.hidden)
+        ran = self._forward(plan, num_round_rows, features)
+        prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds[:num_real]]
         params = [self._known[name].params for name in names]
         decided = None
         if names:
-            decided = self._speculator.decide(sampling, plan.rounds, rounds, self.model.logits(hidden), params)
-        confidences = self._speculator.draft(plan, rounds, decided, ran.context, self._cache)
+            decided = self._speculator.decide(sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
+        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
         if decided is not None and any(each.save_to for each in plan.rounds):
             self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
@@ -220,9 +210,24 @@ class Worker:
             prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
             confidences=confidences,
             stopwatch=stopwatch,
+            num_padding_rows=num_round_rows - num_rows,
         )
         stopwatch.stop()
         return launched
+
+    def _forward(self, plan: StepPlan, num_round_rows: int, features: Mapping[str, Tensor]) -> _Forward:
+        """Lay out the rounds, of ``num_round_rows`` rows, and run the network; a step of rounds alone may be a replay."""
+        numbers = StepNumbers(plan, num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode)
+
+        def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
+            rounds = self._speculator.lay_out(round_numbers, num_round_rows)
+            inputs = numbers.derive(packed, rounds, features)
+            outputs = self.model.run(inputs, self._cache)
+            context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
+            return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
+
+        key = None if plan.chunks else numbers.shape
+        return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
 
     def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:
         """Give slots to the requests that begin in them; features of the requests' image positions."""

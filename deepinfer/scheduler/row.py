@@ -77,6 +77,8 @@ class Row:
     """
 
     __slots__ = (
+        "_has_prompt_logprobs",
+        "_image_token_id",
         "arrival",
         "chain",
         "decoder_floor",
@@ -111,9 +113,19 @@ class Row:
     )
 
     def __init__(
-        self, request: Request, *, arrival: int, num_tokens_max: int, decoder_floor: int, page_tokens: int, image_token_id: int
+        self,
+        request: Request,
+        *,
+        arrival: int,
+        num_tokens_max: int,
+        decoder_floor: int,
+        page_tokens: int,
+        image_token_id: int,
+        has_prompt_logprobs: bool,
     ) -> None:
         """A request that nothing was computed for."""
+        self._image_token_id = image_token_id
+        self._has_prompt_logprobs = has_prompt_logprobs
         self.request = request
         self.arrival = arrival
         self.num_prompt_tokens = self.num_tokens = len(request.prompt_token_ids)
@@ -135,6 +147,17 @@ class Row:
     def num_output_tokens(self) -> int:
         """Tokens generated and committed."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the logits of its prompt are still asked for; an answer that is resumed has told them."""
+        return self._has_prompt_logprobs and self.num_tokens == self.num_prompt_tokens
+
+    def num_images(self, start: int, end: int) -> int:
+        """Image positions among those from ``start`` to ``end``; answers have none."""
+        if not self.has_images or start >= self.num_prompt_tokens:
+            return 0
+        return int((self.token_ids[start:end] == self._image_token_id).sum())
 
     @property
     def order(self) -> tuple[int, int, int]:

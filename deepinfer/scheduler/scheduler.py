@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +22,12 @@ from deepinfer.kv.manager import NO_HIT, Holding, KVManager
 from deepinfer.request import FinishReason, Request, RequestOutput
 from deepinfer.scheduler import policy
 from deepinfer.scheduler.budget import DraftBudget
+from deepinfer.scheduler.builder import InFlight, PlanBuilder
+from deepinfer.scheduler.record import record
 from deepinfer.scheduler.row import Row, Saving
-from deepinfer.step import PLACEHOLDER, Chunk, Round, Sampled, StepPlan, StepResult
+from deepinfer.step import Sampled, StepPlan, StepResult
 
 NO_LIMIT = 1 << 30
-_DUMMY_IDS = np.zeros(1, dtype=np.int32)
-_DUMMY_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +71,7 @@ class SchedulerStats:
         num_slots, num_held_slots, num_saved_states: the same for slots.
         num_steps: committed.
         num_computed_tokens: rows of the committed steps, those of rejected drafts excepted.
+        num_padding_rows: rows of the committed steps that were nobody's.
         num_output_tokens: committed.
         num_rounds: committed rounds that could have verified drafts.
         num_verified_drafts, num_accepted_drafts: [num_drafts] rounds that verified, and accepted, a draft at each position.
@@ -91,6 +91,7 @@ class SchedulerStats:
     num_saved_states: int
     num_steps: int
     num_computed_tokens: int
+    num_padding_rows: int
     num_output_tokens: int
     num_rounds: int
     num_verified_drafts: tuple[int, ...]
@@ -100,60 +101,6 @@ class SchedulerStats:
     num_replayed_tokens: int
     num_preempted: int
     num_finished: Mapping[FinishReason, int]
-
-
-class _InFlight(NamedTuple):
-    """A chunk or a round in flight.
-
-    Attributes:
-        row, generation: whose, and its generation then.
-        end: of a chunk; 0 for a round.
-        samples: whether it brings tokens.
-        drafts: whether drafts are made behind it.
-        max_drafts: of a round.
-        saving: where state is saved, or None.
-    """
-
-    row: Row
-    generation: int
-    end: int
-    samples: bool
-    drafts: bool
-    max_drafts: int = 0
-    saving: Saving | None = None
-
-
-class _Making:
-    """The plan that is being made."""
-
-    __slots__ = (
-        "budget",
-        "chunks",
-        "fresh",
-        "has_preempted",
-        "held",
-        "in_chunks",
-        "in_rounds",
-        "num_drafts",
-        "num_keys",
-        "page_copies",
-        "rounds",
-        "started",
-    )
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens left
-        self.num_keys = 0  # keys that prompts see
-        self.num_drafts = 0
-        self.chunks: list[Chunk] = []
-        self.rounds: list[Round] = []
-        self.in_chunks: list[_InFlight] = []
-        self.in_rounds: list[_InFlight] = []
-        self.page_copies: list[tuple[int, int]] = []
-        self.fresh: list[Holding] = []  # their copies are in this plan
-        self.held: set[Row] = set()  # not to be planned: a branch waits for their commit, or they have just started
-        self.started: set[Row] = set()  # branches that are in the plan already
-        self.has_preempted = False
 
 
 class Scheduler:
@@ -189,11 +136,12 @@ class Scheduler:
         self._running: dict[str, Row] = {}
         self._waiting = policy.Queue()
         self._branches: dict[str, Row] = {}
-        self._in_flight: deque[tuple[StepPlan, list[_InFlight]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[InFlight]]] = deque()
         self._num_rounds = 0
         self._num_verified, self._num_accepted = [0] * limits.num_drafts, [0] * limits.num_drafts
         self._outputs: list[RequestOutput] = []
-        self._num_arrived = self._num_steps = self._num_computed = self._num_sampled = self._num_preempted = 0
+        self._num_arrived = self._num_steps = self._num_computed = self._num_padding = self._num_sampled = 0
+        self._num_preempted = 0
         self._num_finished = dict.fromkeys(FinishReason, 0)
 
     @property
@@ -311,6 +259,8 @@ class Scheduler:
             decoder_floor=max(0, num_prompt - keep) if keep else 0,
             page_tokens=self._page_tokens,
             image_token_id=self.limits.image_token_id,
+            # With a bounded decoder half there are no logits of the prompt, as documented.
+            has_prompt_logprobs=request.params.prompt_logprobs and not keep,
         )
         row.is_schedulable = is_schedulable
         self._num_arrived += 1
@@ -380,7 +330,7 @@ class Scheduler:
             order.
         """
         assert len(self._in_flight) < 2, "commit the oldest step before another is planned"
-        making = _Making(self.limits.max_num_batched_tokens)
+        making = PlanBuilder(self.limits.max_num_batched_tokens, self._lookback_tokens)
         if self._branches:
             self._plan_branches(making)
         decoding, prefilling = self._schedulable(making.held)
@@ -391,17 +341,12 @@ class Scheduler:
             self._admit(making)
         for holding in making.fresh:
             self.kv.restored(holding)
-        if not making.chunks and not making.rounds:
+        if making.is_empty:
             if not placeholder:
                 return None
-            making.chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
-        plan = StepPlan(
-            chunks=tuple(making.chunks),
-            rounds=tuple(making.rounds),
-            num_drafts=making.num_drafts,
-            page_copies=tuple(making.page_copies),
-        )
-        self._in_flight.append((plan, making.in_chunks + making.in_rounds))
+            making.add_nobody()
+        plan = making.build()
+        self._in_flight.append((plan, making.entries))
         return plan
 
     def _schedulable(self, held: set[Row]) -> tuple[list[Row], list[Row]]:
@@ -416,7 +361,7 @@ class Scheduler:
                 decoding.append(row)
         return decoding, prefilling
 
-    def _plan_rounds(self, making: _Making, rows: list[Row], num_prefill: int) -> None:
+    def _plan_rounds(self, making: PlanBuilder, rows: list[Row], num_prefill: int) -> None:
         """Plan a round of each row that budget and memory allow; ``num_prefill`` tokens of prompts wait to go along."""
         left, caps = making.budget, [self._cap(row) for row in rows]
         is_short = len(rows) + (0 if self._budget else sum(caps)) > left
@@ -449,7 +394,7 @@ class Scheduler:
         if is_short:  # prompts would bring new short answers, which come before those left out
             making.budget = 0
         for row, cap, reach in zip(rows, caps, reaches, strict=True):
-            self._plan_round(making, row, cap, reach)
+            making.add_round(row, cap, self._saving(row, row.num_planned_tokens, reach))
 
     def _cap(self, row: Row) -> int:
         """Drafts that the row's next round may verify; it may accept all of them and gets one token more in any case."""
@@ -458,33 +403,6 @@ class Scheduler:
     def _reach(self, row: Row, cap: int) -> int:
         """Tokens that the row's next round needs pages for, if it verifies ``cap`` drafts."""
         return min(row.num_planned_tokens + row.num_drafts_in_flight + 1 + cap, row.num_tokens_max)
-
-    def _plan_round(self, making: _Making, row: Row, cap: int, reach: int) -> None:
-        """Add a round of a row to the plan."""
-        assert row.holding is not None, "a planned row runs"
-        start = row.num_planned_tokens
-        assert start == row.num_tokens + row.num_sampling - 1, "a round starts at the token that was sampled last"
-        saving = self._saving(row, start, reach)
-        making.rounds.append(
-            Round(
-                request_id=row.request.request_id,
-                slot=row.slot,
-                start=start,
-                max_drafts=cap,
-                page_ids=row.holding.page_ids,
-                window_floor=row.window_floor,
-                decoder_floor=row.decoder_floor,
-                save_to=saving.slot if saving else None,
-                save_at=saving.position if saving else 0,
-            )
-        )
-        making.in_rounds.append(
-            _InFlight(row=row, generation=row.generation, end=0, samples=True, drafts=True, max_drafts=cap, saving=saving)
-        )
-        row.num_planned_tokens = start + 1
-        row.num_drafts_in_flight += cap
-        row.num_sampling += 1
-        row.num_in_flight += 1
 
     def _saving(self, row: Row, start: int, reach: int) -> Saving | None:
         """Where a round saves state if it reaches the end of a page, which may happen from ``start`` + 1 to ``reach`` tokens.
@@ -504,7 +422,7 @@ class Scheduler:
         row.saving.num_in_flight += 1
         return row.saving
 
-    def _grow(self, making: _Making, row: Row, num_tokens: int) -> bool:
+    def _grow(self, making: PlanBuilder, row: Row, num_tokens: int) -> bool:
         """Give a row pages for its next round, taking memory from others if need be; False if it has to do without."""
         if row.holding is None:  # preempted in this plan
             return False
@@ -520,19 +438,19 @@ class Scheduler:
         row.num_room_tokens = row.holding.num_pages * self._page_tokens
         return True
 
-    def _preempt(self, making: _Making, row: Row) -> None:
+    def _preempt(self, making: PlanBuilder, row: Row) -> None:
         making.has_preempted = True
         self._num_preempted += 1
         if self.limits.stop_preempted_request:
             self._end(row, FinishReason.INSUFFICIENT)
-            self._outputs.append(self._output(row, None, 0, FinishReason.INSUFFICIENT))
+            self._outputs.append(record(row, None, 0, FinishReason.INSUFFICIENT, self.limits.max_num_batched_tokens))
             return
         self._vacate(row)
         row.is_resumed = True
         if row.is_schedulable:
             self._waiting.push(row)
 
-    def _plan_prefills(self, making: _Making, rows: list[Row]) -> None:
+    def _plan_prefills(self, making: PlanBuilder, rows: list[Row]) -> None:
         for row in policy.in_order_of_admission(rows):
             if making.budget == 0:
                 return
@@ -542,7 +460,7 @@ class Scheduler:
             if count:
                 self._plan_chunk(making, row, count)
 
-    def _num_prefill(self, making: _Making, row: Row, start: int) -> int:
+    def _num_prefill(self, making: PlanBuilder, row: Row, start: int) -> int:
         """Tokens of a row's prefill that this step takes from ``start`` on: budget, summed keys, places to stop."""
         stop = next((each for each in row.stops if start < each), row.num_prefill_tokens)
         count = min(stop - start, making.budget)
@@ -553,7 +471,7 @@ class Scheduler:
             return 0
         return count
 
-    def _admit(self, making: _Making) -> None:
+    def _admit(self, making: PlanBuilder) -> None:
         limits, kv = self.limits, self.kv
         while (row := self._waiting.head) is not None:
             if making.budget == 0 or len(self._running) >= limits.max_num_seqs or not kv.num_free_slots:
@@ -561,7 +479,7 @@ class Scheduler:
             row.extend_chain(row.num_tokens)
             self._set_prefill(row)
             hit = NO_HIT
-            if not self._wants_prompt_logprobs(row):
+            if not row.wants_prompt_logprobs:
                 floor = self._decoder_floor(row)
                 hit = kv.plan_hit(row.chain, row.num_prefill_tokens, exact=row.is_resumed, decoder_floor=floor)
             count = self._num_prefill(making, row, hit.start)
@@ -585,7 +503,7 @@ class Scheduler:
             stops.add(row.num_prefill_tokens // self._page_tokens * self._page_tokens)
         row.stops = tuple(sorted(stops))
 
-    def _start(self, making: _Making, row: Row, holding: Holding, start: int, count: int) -> None:
+    def _start(self, making: PlanBuilder, row: Row, holding: Holding, start: int, count: int) -> None:
         """Let a row run on ``holding``, and plan its first ``count`` tokens from ``start`` on."""
         row.holding, row.slot = holding, holding.slot
         row.num_computed_tokens = row.num_planned_tokens = start
@@ -594,14 +512,14 @@ class Scheduler:
         row.num_published_tokens = holding.num_published * self._page_tokens
         row.window_floor, row.write_floor = holding.window_floor, holding.num_hit_tokens
         if row.has_images:
-            row.num_images_planned = int((row.token_ids[:start] == self.limits.image_token_id).sum())
+            row.num_images_planned = row.num_images(0, start)
         self._running[row.request.request_id] = row
         if self._budget is not None:
             self._budget.reset(row.slot)
         making.fresh.append(holding)
         self._plan_chunk(making, row, count, is_first=True)
 
-    def _plan_branches(self, making: _Making) -> None:
+    def _plan_branches(self, making: PlanBuilder) -> None:
         kv = self.kv
         for row in list(self._branches.values()):
             assert row.parent is not None, "a branch has a parent"
@@ -634,11 +552,11 @@ class Scheduler:
     def _can_branch(self, row: Row, parent: Row, start: int) -> bool:
         """Whether the state and the pages of ``parent`` serve ``row`` from ``start`` on."""
         is_near = parent.num_written_tokens - start <= self._rollback_tokens and start >= parent.write_floor
-        if not is_near or self._wants_prompt_logprobs(row):
+        if not is_near or row.wants_prompt_logprobs:
             return False
         return bool((row.token_ids[:start] == parent.token_ids[:start]).all())
 
-    def _branch(self, making: _Making, row: Row, parent: Row, start: int) -> None:
+    def _branch(self, making: PlanBuilder, row: Row, parent: Row, start: int) -> None:
         self._set_prefill(row)
         count = self._num_prefill(making, row, start)
         if not count:
@@ -661,60 +579,12 @@ class Scheduler:
             row.decoder_floor = parent.decoder_floor
         self._start(making, row, holding, start, count)
 
-    def _plan_chunk(self, making: _Making, row: Row, count: int, *, is_first: bool = False) -> None:
+    def _plan_chunk(self, making: PlanBuilder, row: Row, count: int, *, is_first: bool = False) -> None:
         """Add the next ``count`` tokens of a row to the plan."""
-        assert row.holding is not None, "a planned row runs"
-        start, limits = row.num_planned_tokens, self.limits
-        end = start + count
-        token_ids = row.token_ids[start:end]
-        samples = end == row.num_tokens
-        is_last = end == row.num_prefill_tokens
-        target_ids = None
-        if self._wants_prompt_logprobs(row):
-            target_ids = row.token_ids[start + 1 : min(end + 1, row.num_prompt_tokens)]
-        lookback_ids = history_ids = None
-        if is_first:
-            if start:
-                lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
-            if row.request.params.needs_history:
-                history_ids = row.token_ids[: row.num_tokens]
-        saving = None
-        if end % self._page_tokens == 0 and (save_to := self._save_slot(row, end)) is not None:
-            saving = Saving(slot=save_to, position=end, num_in_flight=1)
-        chunk = Chunk(
-            request_id=row.request.request_id,
-            slot=row.slot,
-            start=start,
-            token_ids=token_ids,
-            page_ids=row.holding.page_ids,
-            num_image_before=row.num_images_planned,
-            num_logits=int(samples) + (0 if target_ids is None else len(target_ids)),
-            target_ids=target_ids,
-            anchor_id=int(row.token_ids[end]) if is_last and not samples else None,
-            history_ids=history_ids,
-            window_floor=row.window_floor,
-            write_floor=row.write_floor,
-            decoder_floor=row.decoder_floor,
-            lookback_ids=lookback_ids,
-            restore_from=row.holding.restore_from if is_first else None,
-            save_to=saving.slot if saving else None,
-        )
-        making.chunks.append(chunk)
-        making.in_chunks.append(
-            _InFlight(row=row, generation=row.generation, end=end, samples=samples, drafts=is_last, saving=saving)
-        )
-        making.budget -= count
-        making.num_keys += end
-        if row.has_images and start < row.num_prompt_tokens:
-            row.num_images_planned += int((token_ids == limits.image_token_id).sum())
-        row.num_planned_tokens = end
-        row.num_sampling += int(samples)
-        row.num_in_flight += 1
-
-    def _wants_prompt_logprobs(self, row: Row) -> bool:
-        """Whether logits of the prompt are needed; with a bounded decoder half there are none, as documented."""
-        wanted = row.request.params.prompt_logprobs and not self.limits.decoder_keep_tokens
-        return wanted and row.num_tokens == row.num_prompt_tokens
+        end, saving = row.num_planned_tokens + count, None
+        if end % self._page_tokens == 0 and (slot := self._save_slot(row, end)) is not None:
+            saving = Saving(slot=slot, position=end, num_in_flight=1)
+        making.add_chunk(row, count, saving, is_first=is_first)
 
     def _save_slot(self, row: Row, end: int) -> int | None:
         """Slot for the state at a page boundary, unless it is not whole there or a request waits for the slot."""
@@ -737,6 +607,7 @@ class Scheduler:
         assert oldest is plan, "steps are committed in the order in which they were planned"
         outputs = self.take_outputs()
         self._num_steps += 1
+        self._num_padding += result.num_padding_rows
         drafted: list[tuple[int, int]] = []  # slot and row of the new confidences
         number = -1
         for entry in entries:
@@ -794,7 +665,7 @@ class Scheduler:
             self.kv.unsaved(row.holding)
             row.saving = None
 
-    def _take_tokens(self, row: Row, entry: _InFlight, sampled: Sampled) -> list[RequestOutput]:
+    def _take_tokens(self, row: Row, entry: InFlight, sampled: Sampled) -> list[RequestOutput]:
         """Append tokens up to the first that ends the request, and record them."""
         params, eos_token_id = row.request.params, self.limits.eos_token_id
         row.num_sampling -= 1
@@ -814,7 +685,7 @@ class Scheduler:
                 reason = FinishReason.STOP
             elif row.num_tokens == row.num_tokens_max:
                 reason = FinishReason.LENGTH
-            outputs.append(self._output(row, sampled, number, reason))
+            outputs.append(record(row, sampled, number, reason, self.limits.max_num_batched_tokens))
             if reason is not None:
                 break
         self._num_sampled += len(outputs)
@@ -822,40 +693,6 @@ class Scheduler:
             row.num_computed_tokens += len(outputs)
             row.num_planned_tokens += len(outputs) - 1
         return outputs
-
-    def _output(self, row: Row, sampled: Sampled | None, number: int, reason: FinishReason | None) -> RequestOutput:
-        """Record of the token ``number`` of ``sampled``, or of an end without one."""
-        token_id = logprob = confidence = prompt_logprobs = None
-        top_token_ids: tuple[int, ...] = ()
-        top_logprobs: tuple[float, ...] = ()
-        num_drafts = num_accepted = 0
-        num_output_tokens = row.num_tokens - row.num_prompt_tokens
-        if sampled is not None:
-            token_id, logprob = sampled.token_ids[number], sampled.logprobs[number]
-            top_token_ids, top_logprobs = sampled.top_token_ids[number], sampled.top_logprobs[number]
-            if number < len(sampled.confidences):
-                confidence = sampled.confidences[number]
-            if number == 0:
-                num_drafts, num_accepted = sampled.num_drafts, len(sampled.token_ids) - 1
-            if num_output_tokens == 1 and row.request.params.prompt_logprobs:
-                prompt_logprobs = tuple(row.prompt_logprobs)
-        return RequestOutput(
-            request_id=row.request.request_id,
-            prompt_len=row.num_prompt_tokens,
-            token_id=token_id,
-            finished=reason is not None,
-            finish_reason=reason,
-            num_output_tokens=num_output_tokens,
-            max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            num_cached_tokens=row.num_cached_tokens,
-            token_logprobs=logprob,
-            top_token_ids=top_token_ids,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            draft_tok=num_drafts,
-            accept_tok=num_accepted,
-            confidence_score=confidence,
-        )
 
     # Looking in
 
@@ -873,6 +710,7 @@ class Scheduler:
             num_saved_states=kv.num_saved_states,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed,
+            num_padding_rows=self._num_padding,
             num_output_tokens=self._num_sampled,
             num_rounds=self._num_rounds,
             num_verified_drafts=tuple(self._num_verified),
@@ -895,7 +733,7 @@ class Scheduler:
         assert waiting.isdisjoint(self._running), "nobody waits and runs"
         assert self._branches.keys().isdisjoint(waiting | self._running.keys()), "a branch neither waits nor runs yet"
         assert self._running.keys() | waiting | self._branches.keys() <= self._rows.keys(), "who ended is nowhere"
-        in_flight: dict[Row, list[_InFlight]] = {}
+        in_flight: dict[Row, list[InFlight]] = {}
         for _, entries in self._in_flight:
             for entry in entries:
                 if entry.row.generation == entry.generation:

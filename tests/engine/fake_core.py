@@ -83,6 +83,7 @@ class FakeCore:
             num_saved_states=1,
             num_steps=self.num_steps,
             num_computed_tokens=self.num_output_tokens + 90,
+            num_padding_rows=7,
             num_output_tokens=self.num_output_tokens,
             num_rounds=0,
             num_verified_drafts=(),

@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from deepinfer.engine.observer import Observer
+from deepinfer.executor.graphs import Tiers
 from deepinfer.metrics import exposition
 from deepinfer.request import Request, RequestOutput, SamplingParams
 from tests.engine.fake_core import FakeCore
+from tests.engine.harness import build, drain, request
 
 QUIET = FakeCore(None).stats()
 
@@ -59,6 +63,17 @@ def test_verified_drafts_are_summed_over_a_step():
     counted = observer.snapshot()
     assert (sum(counted.counts["spec_decode_verified_drafts"]), counted.sums["spec_decode_verified_drafts"]) == (1, 5)
     assert counted.values["generation_tokens"][""] == 5
+
+
+@pytest.mark.parametrize(("tiers", "padding"), [(None, 0), (Tiers(), 1), (Tiers(rows=1, requests=1), 0)])
+def test_rows_of_nobody_are_counted(tiers, padding):
+    """Three answers at once, of three tokens each, two of them in rounds, which are filled up to four requests."""
+    core = build(tiers=tiers, is_async=False)
+    drain(core, [request(f"r{number}", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True)) for number in range(3)])
+    assert core.stats().num_padding_rows == 2 * padding
+    observer = Observer(core.stats, log_every=None)
+    assert observer.snapshot().values["padding_rows"] == {"": 2 * padding}
+    core.close()
 
 
 def test_the_log_line_tells_accepted_lengths_where_there_are_rounds(caplog):

@@ -1,0 +1,192 @@
+"""The plan that is being made.
+
+The scheduler decides who computes how much in a step; what the step says about each of them is written here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from deepinfer.kv.manager import Holding
+from deepinfer.scheduler.row import Row, Saving
+from deepinfer.step import PLACEHOLDER, Chunk, Round, StepPlan
+
+_DUMMY_IDS = np.zeros(1, dtype=np.int32)
+_DUMMY_IDS.flags.writeable = False
+
+
+class InFlight(NamedTuple):
+    """A chunk or a round in flight.
+
+    Attributes:
+        row, generation: whose, and its generation then.
+        end: of a chunk; 0 for a round.
+        samples: whether it brings tokens.
+        drafts: whether drafts are made behind it.
+        max_drafts: of a round.
+        saving: where state is saved, or None.
+    """
+
+    row: Row
+    generation: int
+    end: int
+    samples: bool
+    drafts: bool
+    max_drafts: int = 0
+    saving: Saving | None = None
+
+
+class PlanBuilder:
+    """Chunks and rounds of a step; adding one moves its row to where it will be planned to stand.
+
+    Attributes:
+        budget: tokens left.
+        num_keys: keys that its prompts see.
+        num_drafts: drafts that its rounds verify in all.
+        page_copies: as in the plan.
+        fresh: holdings that begin in this plan; their copies are in it.
+        held: rows not to be planned: a branch waits for their commit, or they have just started.
+        started: branches that are in the plan already.
+        has_preempted: whether somebody lost memory to it.
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_in_chunks",
+        "_in_rounds",
+        "_lookback_tokens",
+        "_rounds",
+        "budget",
+        "fresh",
+        "has_preempted",
+        "held",
+        "num_drafts",
+        "num_keys",
+        "page_copies",
+        "started",
+    )
+
+    def __init__(self, budget: int, lookback_tokens: int) -> None:
+        """Nothing planned.
+
+        Args:
+            budget: tokens of the step.
+            lookback_tokens: tokens in front of a request's first chunk that its n-grams look back on.
+        """
+        self._lookback_tokens = lookback_tokens
+        self._chunks: list[Chunk] = []
+        self._rounds: list[Round] = []
+        self._in_chunks: list[InFlight] = []
+        self._in_rounds: list[InFlight] = []
+        self.budget = budget
+        self.num_keys = 0
+        self.num_drafts = 0
+        self.page_copies: list[tuple[int, int]] = []
+        self.fresh: list[Holding] = []
+        self.held: set[Row] = set()
+        self.started: set[Row] = set()
+        self.has_preempted = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self._chunks and not self._rounds
+
+    @property
+    def entries(self) -> list[InFlight]:
+        """What the plan puts in flight, in its order."""
+        return self._in_chunks + self._in_rounds
+
+    def build(self) -> StepPlan:
+        """The plan."""
+        return StepPlan(
+            chunks=tuple(self._chunks),
+            rounds=tuple(self._rounds),
+            num_drafts=self.num_drafts,
+            page_copies=tuple(self.page_copies),
+        )
+
+    def add_nobody(self) -> None:
+        """One token that belongs to no request."""
+        self._chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
+
+    def add_round(self, row: Row, cap: int, saving: Saving | None) -> None:
+        """A round of a row.
+
+        Args:
+            cap: drafts that it may verify.
+            saving: where it saves state if it reaches that far.
+        """
+        assert row.holding is not None, "a planned row runs"
+        start = row.num_planned_tokens
+        assert start == row.num_tokens + row.num_sampling - 1, "a round starts at the token that was sampled last"
+        self._rounds.append(
+            Round(
+                request_id=row.request.request_id,
+                slot=row.slot,
+                start=start,
+                max_drafts=cap,
+                page_ids=row.holding.page_ids,
+                window_floor=row.window_floor,
+                decoder_floor=row.decoder_floor,
+                save_to=saving.slot if saving else None,
+                save_at=saving.position if saving else 0,
+            )
+        )
+        self._in_rounds.append(
+            InFlight(row=row, generation=row.generation, end=0, samples=True, drafts=True, max_drafts=cap, saving=saving)
+        )
+        row.num_planned_tokens = start + 1
+        row.num_drafts_in_flight += cap
+        row.num_sampling += 1
+        row.num_in_flight += 1
+
+    def add_chunk(self, row: Row, count: int, saving: Saving | None, *, is_first: bool) -> None:
+        """The next ``count`` tokens of a row.
+
+        Args:
+            saving: where its state is saved behind them.
+            is_first: whether the row starts with them.
+        """
+        assert row.holding is not None, "a planned row runs"
+        start = row.num_planned_tokens
+        end = start + count
+        samples, is_last = end == row.num_tokens, end == row.num_prefill_tokens
+        target_ids = lookback_ids = history_ids = None
+        if row.wants_prompt_logprobs:
+            target_ids = row.token_ids[start + 1 : min(end + 1, row.num_prompt_tokens)]
+        if is_first and start:
+            lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
+        if is_first and row.request.params.needs_history:
+            history_ids = row.token_ids[: row.num_tokens]
+        self._chunks.append(
+            Chunk(
+                request_id=row.request.request_id,
+                slot=row.slot,
+                start=start,
+                token_ids=row.token_ids[start:end],
+                page_ids=row.holding.page_ids,
+                num_image_before=row.num_images_planned,
+                num_logits=int(samples) + (0 if target_ids is None else len(target_ids)),
+                target_ids=target_ids,
+                anchor_id=int(row.token_ids[end]) if is_last and not samples else None,
+                history_ids=history_ids,
+                window_floor=row.window_floor,
+                write_floor=row.write_floor,
+                decoder_floor=row.decoder_floor,
+                lookback_ids=lookback_ids,
+                restore_from=row.holding.restore_from if is_first else None,
+                save_to=saving.slot if saving else None,
+            )
+        )
+        self._in_chunks.append(
+            InFlight(row=row, generation=row.generation, end=end, samples=samples, drafts=is_last, saving=saving)
+        )
+        self.budget -= count
+        self.num_keys += end
+        row.num_images_planned += row.num_images(start, end)
+        row.num_planned_tokens = end
+        row.num_sampling += int(samples)
+        row.num_in_flight += 1
