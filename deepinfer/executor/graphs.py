@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MAX_FILLING = 8
+"""Pages of a padded plan for each one before.  Tiers alone make less than 4; more comes from contexts of different lengths."""
+
 
 def tier(count: int, interval: int) -> int:
     """``count`` rounded up: to a power of two below ``interval``, to a multiple of it from there on."""
@@ -51,16 +54,22 @@ class Tiers:
     rows: int = 8
     requests: int = 8
 
-    def pad(self, plan: StepPlan) -> tuple[StepPlan, int]:
-        """Fill up a plan that has rounds only.
+    def pad(self, plan: StepPlan) -> tuple[StepPlan, int] | None:
+        """Fill up a plan.
 
         Returns:
             plan: its rounds with more pages each, then rounds of nobody; the drafts to verify are as many as before.
             num_rows: rows of the step; behind those of the rounds come rows of nobody.
+
+            None if that does not pay: the plan has chunks, or contexts so different that most of the pages would be filling.
         """
-        assert not plan.chunks, "a step of rounds alone"
+        if plan.chunks or not plan.rounds:
+            return None
         count = tier(len(plan.rounds), self.requests)
-        num_pages = tier(max(len(each.page_ids) for each in plan.rounds), 1 << 62)
+        lens = [len(each.page_ids) for each in plan.rounds]
+        num_pages = tier(max(lens), 1 << 62)
+        if count * num_pages > _MAX_FILLING * sum(lens):
+            return None
         page_ids = np.zeros((count, num_pages), dtype=np.int32)
         rounds = []
         for row, each in zip(page_ids, plan.rounds, strict=False):

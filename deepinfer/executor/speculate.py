@@ -211,13 +211,21 @@ class Speculator:
         )
 
     def draft(
-        self, plan: StepPlan, rounds: RoundRows | None, decided: Decided | None, context: Context | None, cache: KVCache
+        self,
+        plan: StepPlan,
+        rounds: RoundRows | None,
+        decided: Decided | None,
+        context: Context | None,
+        cache: KVCache,
+        *,
+        recurs: bool = False,
     ) -> Tensor | None:
         """Take in what the drafter remembers of the step's accepted tokens, and draft behind every request that goes on.
 
         Args:
             plan, rounds, decided: the step, as planned, laid out and decided.
             context: of the step.
+            recurs: whether the numbers of requests and rows will come again, so that a graph pays.
 
         Returns:
             [num_drafting, num_drafts] fp32 confidences, in the order that a result has them; None without drafts.
@@ -242,7 +250,7 @@ class Speculator:
         drafting += plan.rounds
         slots_there = [each.slot for each in drafting]
         floors = [max(each.window_floor, each.decoder_floor) for each in drafting]
-        key = None if plan.chunks else (len(drafting), len(owners))
+        key = (len(drafting), len(owners)) if recurs else None
         inputs = torch.tensor([slots_there, floors], dtype=torch.int64), context.aux, context.positions, owners
         return self._graphs.run(key, partial(self._remember_and_draft, cache), *inputs)
 

@@ -186,10 +186,10 @@ class Worker:
         self._cache.copy_slots(restores)
         features = self._take_chunks(plan)
         num_real, num_rows = len(plan.rounds), len(plan.rounds) + plan.num_drafts
-        num_round_rows = num_rows
-        if self._tiers is not None and plan.rounds and not plan.chunks:
-            plan, num_round_rows = self._tiers.pad(plan)
-        ran = self._forward(plan, num_round_rows, features)
+        padded = self._tiers.pad(plan) if self._tiers is not None else None
+        plan, num_round_rows = padded or (plan, num_rows)
+        recurs = padded is not None
+        ran = self._forward(plan, num_round_rows, features, recurs=recurs)
         prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds[:num_real]]
@@ -197,7 +197,7 @@ class Worker:
         decided = None
         if names:
             decided = self._speculator.decide(sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
-        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache)
+        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=recurs)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
         if decided is not None and any(each.save_to for each in plan.rounds):
             self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
@@ -215,8 +215,8 @@ class Worker:
         stopwatch.stop()
         return launched
 
-    def _forward(self, plan: StepPlan, num_round_rows: int, features: Mapping[str, Tensor]) -> _Forward:
-        """Lay out the rounds, of ``num_round_rows`` rows, and run the network; a step of rounds alone may be a replay."""
+    def _forward(self, plan: StepPlan, num_round_rows: int, features: Mapping[str, Tensor], *, recurs: bool) -> _Forward:
+        """Lay out the rounds, of ``num_round_rows`` rows, and run the network; from a graph if the shape ``recurs``."""
         numbers = StepNumbers(plan, num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode)
 
         def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
@@ -226,7 +226,7 @@ class Worker:
             context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
             return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
 
-        key = None if plan.chunks else numbers.shape
+        key = numbers.shape if recurs else None
         return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
 
     def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:

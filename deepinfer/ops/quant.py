@@ -111,16 +111,15 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     """
     num_rows, width = x.shape
     if width % 4:
-        x, w = (torch.nn.functional.pad(each, (0, -width % 4)) for each in (x, w))
-    out = x.new_empty(-(-num_rows // ROW_TILE) * ROW_TILE, w.shape[0])
+        w = torch.nn.functional.pad(w, (0, -width % 4))
+    if width % 4 or num_rows % ROW_TILE:
+        x = torch.nn.functional.pad(x, (0, -width % 4, 0, -num_rows % ROW_TILE))
     wt = w.t()
-    whole = num_rows - num_rows % ROW_TILE
-    for start in range(0, whole, ROW_TILE):
+    if x.shape[0] == ROW_TILE:
+        return torch.mm(x, wt)[:num_rows]
+    out = x.new_empty(x.shape[0], w.shape[0])
+    for start in range(0, x.shape[0], ROW_TILE):
         torch.mm(x[start : start + ROW_TILE], wt, out=out[start : start + ROW_TILE])
-    if whole < num_rows:
-        tile = x.new_zeros(ROW_TILE, x.shape[1])
-        tile[: num_rows - whole] = x[whole:]
-        torch.mm(tile, wt, out=out[whole:])
     return out[:num_rows]
 
 

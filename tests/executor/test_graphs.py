@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.executor.graphs import Graphs, Tiers, tier
-from deepinfer.step import PLACEHOLDER, Round, StepPlan
+from deepinfer.step import PLACEHOLDER, Chunk, Round, StepPlan
 from tests.devices import no_waits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -42,7 +42,12 @@ def round_of(number, num_pages, max_drafts):
 )
 def test_a_padded_plan_is_the_plan_and_then_rounds_of_nobody(pages, num_drafts, rows, requests):
     plan = StepPlan(chunks=(), rounds=tuple(round_of(i, count, i % 6) for i, count in enumerate(pages)), num_drafts=num_drafts)
-    padded, num_rows = Tiers(rows=rows, requests=requests).pad(plan)
+    made = Tiers(rows=rows, requests=requests).pad(plan)
+    if made is None:
+        filled = tier(len(pages), requests) * tier(max(pages), 1 << 62)
+        assert filled > 8 * sum(pages)
+        return
+    padded, num_rows = made
     assert (padded.chunks, padded.num_drafts, padded.page_copies) == ((), num_drafts, ())
     assert len(padded.rounds) == tier(len(pages), requests)
     assert num_rows == tier(len(padded.rounds) + num_drafts, rows)
@@ -58,6 +63,16 @@ def test_a_padded_plan_is_the_plan_and_then_rounds_of_nobody(pages, num_drafts, 
         assert each.page_ids.tolist() == original.page_ids.tolist() + [0] * (width - len(original.page_ids))
     for each in padded.rounds[len(pages) :]:
         assert (each.request_id, each.slot, each.max_drafts, each.page_ids.any()) == (PLACEHOLDER, 0, 0, False)
+
+
+def test_plans_that_would_be_mostly_filling_are_left_alone():
+    short, long = [round_of(number, 1, 5) for number in range(60)], round_of(60, 1000, 5)
+    assert Tiers().pad(StepPlan(chunks=(), rounds=tuple(short))) is not None
+    assert Tiers().pad(StepPlan(chunks=(), rounds=(long,))) is not None
+    assert Tiers().pad(StepPlan(chunks=(), rounds=(*short, long))) is None
+    chunk = Chunk(request_id="a", slot=1, start=0, token_ids=np.zeros(3, np.int32), page_ids=np.ones(1, np.int32))
+    assert Tiers().pad(StepPlan(chunks=(chunk,), rounds=tuple(short))) is None
+    assert Tiers().pad(StepPlan(chunks=(chunk,))) is None
 
 
 def test_the_tier_follows_the_drafts_that_are_verified():
