@@ -80,10 +80,12 @@ class Parameters:
 
     def hyper(self, prefix: str, sublayer: str, config: ModelConfig) -> HyperWeights:
         """Hyper-connection weights and norm of ``sublayer`` (``attn`` or ``ffn``) of the block ``prefix``."""
+        n = config.hc_mult
+        counts = torch.tensor([n, n, n * n], device=self.device)  # of raw numbers that share a scale
         return HyperWeights(
             fn=self.wide(f"{prefix}.hc_{sublayer}_fn"),
             base=self.wide(f"{prefix}.hc_{sublayer}_base"),
-            scale=self.wide(f"{prefix}.hc_{sublayer}_scale"),
+            scale=self.wide(f"{prefix}.hc_{sublayer}_scale").repeat_interleave(counts),
             norm=self.wide(f"{prefix}.{sublayer}_norm.weight"),
             num_rounds=config.hc_sinkhorn_iters,
             eps=config.hc_eps,

@@ -275,7 +275,7 @@ def _hyper(draw: Draw) -> norm.HyperWeights:
     return norm.HyperWeights(
         fn=draw.weight(width, config.hc_mult * config.hidden_size),
         base=draw.normal(width, dtype=draw.wide),
-        scale=1 + 0.3 * draw.normal(3, dtype=draw.wide),
+        scale=1 + 0.3 * draw.normal(width, dtype=draw.wide),
         norm=1 + 0.3 * draw.normal(config.hidden_size, dtype=draw.wide),
         num_rounds=config.hc_sinkhorn_iters,
         eps=config.hc_eps,

@@ -33,7 +33,7 @@ class HyperWeights:
 
     Attributes:
         fn: [2n + n^2, n * hidden] wide, the map from the flattened streams (n copies) to the raw numbers.
-        base, scale: [2n + n^2], [3] wide.
+        base, scale: [2n + n^2] wide, of each raw number; the checkpoint has one scale for each kind.
         norm: [hidden] wide, the RMSNorm in front of the sublayer.
         num_rounds: Sinkhorn column passes.
         eps: added to pre weights and Sinkhorn sums.
@@ -136,15 +136,23 @@ def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: Hype
     n = math.isqrt(raw.shape[1] + 1) - 1
     width = n * collapsed.shape[1]
     m = raw * torch.rsqrt(square_sum / width + weights.rms_eps)
-    pre = sigmoid(weights.scale[0] * m[:, :n] + weights.base[:n]) + weights.eps
-    post = 2 * sigmoid(weights.scale[1] * m[:, n : 2 * n] + weights.base[n : 2 * n])
-    logits = (weights.scale[2] * m[:, 2 * n :] + weights.base[2 * n :]).unflatten(1, (n, n))
-    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
-    comb = comb / comb.sum(-1, keepdim=True) + weights.eps
-    comb.div_(comb.sum(-2, keepdim=True).add_(weights.eps))
+    affine = weights.scale * m + weights.base
+    gates = sigmoid(affine[:, : 2 * n])
+    pre, post = gates[:, :n] + weights.eps, 2 * gates[:, n:]
+    logits = affine[:, 2 * n :].unflatten(1, (n, n))
+    shares = torch.exp(logits - logits.amax(-1, keepdim=True))
+    comb = shares / shares.sum(-1, keepdim=True) + weights.eps
+    # Tokens side by side fill a CPU's vectors; a GPU would then sum in an order that follows their number.
+    is_token_last = comb.device.type == "cpu"
+    source, target = (0, 1) if is_token_last else (1, 2)
+    if is_token_last:
+        comb = comb.permute(1, 2, 0).contiguous()
+    comb.div_(comb.sum(source, keepdim=True).add_(weights.eps))
     for _ in range(weights.num_rounds - 1):
-        comb.div_(comb.sum(-1, keepdim=True).add_(weights.eps))
-        comb.div_(comb.sum(-2, keepdim=True).add_(weights.eps))
+        comb.div_(comb.sum(target, keepdim=True).add_(weights.eps))
+        comb.div_(comb.sum(source, keepdim=True).add_(weights.eps))
+    if is_token_last:
+        comb = comb.permute(2, 0, 1)
     x = rms_norm(collapsed, weights.norm, weights.rms_eps)
     return Mix(pre=pre, post=post, comb=comb), x, round_mxfp8(x)
 

@@ -43,13 +43,19 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting for it."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    """Copy a host tensor to the device without waiting for it.
+
+    Never inside a captured graph, which would read the same host memory in every replay, whoever has it then.
+    """
+    if device.type == "cpu":
+        return values
+    assert not torch.cuda.is_current_stream_capturing(), "what a graph reads from the host is an input of it"
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Logistic function out of ``exp``: torch.sigmoid rounds differently in a vector's body and in its tail."""
-    return 1 / (1 + torch.exp(-x))
+    return torch.reciprocal(1 + torch.exp(-x))
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -172,13 +178,18 @@ def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return to_device(values, device)
 
 
-def _ceil_power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """2^ceil(log2 x) of positive normal floats by bit arithmetic: the scale, and its UE8M0 byte."""
+def _ceil_power_of_two(x: Tensor) -> Tensor:
+    """2^ceil(log2 x) of positive normal floats: adding all ones below the exponent carries into it unless they are zeros."""
     if x.dtype == torch.float64:
-        exponent = (x.view(torch.int64) + ((1 << 52) - 1)) >> 52
-        return (exponent << 52).view(torch.float64), (exponent - (1023 - 127)).to(torch.uint8)
-    exponent = (x.view(torch.int32) + ((1 << 23) - 1)) >> 23
-    return (exponent << 23).view(torch.float32), exponent.to(torch.uint8)
+        return ((x.view(torch.int64) + ((1 << 52) - 1)) & -(1 << 52)).view(torch.float64)
+    return ((x.view(torch.int32) + ((1 << 23) - 1)) & -(1 << 23)).view(torch.float32)
+
+
+def _ue8m0_byte(scale: Tensor) -> Tensor:
+    """UE8M0 bytes [...] of powers of two [..., 1]."""
+    is_double = scale.dtype == torch.float64
+    exponent = (scale.view(torch.int64) >> 52) - (1023 - 127) if is_double else scale.view(torch.int32) >> 23
+    return exponent.to(torch.uint8).squeeze(-1)
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
@@ -230,20 +241,20 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return result
 
 
-def _mxfp8(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """E4M3 codes by blocks of ``size``, their scales [..., blocks, 1] and scale bytes [..., blocks]."""
+def _mxfp8(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """E4M3 codes by blocks of ``size``, and their scales [..., blocks, 1]."""
     blocks = _blocks(x, size)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4)
-    scale, byte = _ceil_power_of_two(largest * (1 / E4M3_MAX))
-    return _to_e4m3(blocks / scale), scale, byte.squeeze(-1)
+    scale = _ceil_power_of_two(largest * (1 / E4M3_MAX))
+    return _to_e4m3(blocks / scale), scale
 
 
-def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """E2M1 codes by blocks of 32, their scales [..., blocks, 1] and scale bytes [..., blocks]."""
+def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E2M1 codes by blocks of 32, and their scales [..., blocks, 1]."""
     blocks = _blocks(x, 32)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
-    scale, byte = _ceil_power_of_two(largest / E2M1_MAX)
-    return _to_e2m1(blocks / scale), scale, byte.squeeze(-1)
+    scale = _ceil_power_of_two(largest / E2M1_MAX)
+    return _to_e2m1(blocks / scale), scale
 
 
 # --------------------------------------------------------------------------------------------------------------------- quantisers
@@ -262,8 +273,8 @@ def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: scale 2^ceil(log2(max(m, 1e-4) / 448)), code RNE of x / scale.
     """
-    codes, _, byte = _mxfp8(x, 32)
-    return codes.flatten(-2), byte
+    codes, scale = _mxfp8(x, 32)
+    return codes.flatten(-2), _ue8m0_byte(scale)
 
 
 @op(tolerance=0.0)
@@ -277,8 +288,8 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         codes: [..., width] float8_e4m3fn.
         scale: [..., width / 128] uint8, UE8M0.
     """
-    codes, _, byte = _mxfp8(x, 128)
-    return codes.flatten(-2), byte
+    codes, scale = _mxfp8(x, 128)
+    return codes.flatten(-2), _ue8m0_byte(scale)
 
 
 @op(tolerance=0.0)
@@ -291,7 +302,7 @@ def round_mxfp8(x: Tensor) -> Tensor:
     Returns:
         Same shape and dtype (E4M3 times a power of two is exact in bf16).
     """
-    codes, scale, _ = _mxfp8(x, 32)
+    codes, scale = _mxfp8(x, 32)
     return (codes.to(scale.dtype) * scale).flatten(-2).to(x.dtype)
 
 
@@ -307,7 +318,7 @@ def round_mxfp4(x: Tensor) -> Tensor:
 
     Source: scale 2^ceil(log2(max(m, 6 * 2^-126) / 6)), code RNE of x / scale clamped to ±6.
     """
-    codes, scale, _ = _mxfp4(x)
+    codes, scale = _mxfp4(x)
     values = _table("e2m1", x.device, scale.dtype)[codes.long()][..., 0]
     return (values * scale).flatten(-2).to(x.dtype)
 
@@ -325,8 +336,8 @@ def encode_window(x: Tensor) -> Tensor:
     Returns:
         [..., head_dim + head_dim / 32] uint8 (528 bytes for 512 dims).
     """
-    codes, _, byte = _mxfp8(x, 32)
-    return torch.cat([codes.flatten(-2).view(torch.uint8), byte], dim=-1)
+    codes, scale = _mxfp8(x, 32)
+    return torch.cat([codes.flatten(-2).view(torch.uint8), _ue8m0_byte(scale)], dim=-1)
 
 
 @op(tolerance=0.0)
@@ -376,8 +387,8 @@ def encode_index(x: Tensor) -> Tensor:
     Returns:
         [..., index_head_dim / 2 + index_head_dim / 32] uint8 (68 bytes for 128 dims).
     """
-    codes, _, byte = _mxfp4(x)
-    return torch.cat([_pair(codes.flatten(-2)), byte], dim=-1)
+    codes, scale = _mxfp4(x)
+    return torch.cat([_pair(codes.flatten(-2)), _ue8m0_byte(scale)], dim=-1)
 
 
 @op(tolerance=0.0)
@@ -408,9 +419,9 @@ def pack_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(w.to(accumulation_dtype(w)), (0, -cols % 32, 0, -rows % 32))
     tiles = padded.unflatten(-1, (-1, 32)).unflatten(-3, (-1, 32))
     largest = tiles.abs().amax((-1, -3), keepdim=True).clamp_min(E4M3_MAX * 2.0**-126)
-    scale, byte = _ceil_power_of_two(largest / E4M3_MAX)
+    scale = _ceil_power_of_two(largest / E4M3_MAX)
     codes = _to_e4m3(tiles / scale).flatten(-2).flatten(-3, -2)
-    return codes[..., :rows, :cols].contiguous(), byte.squeeze(-1).squeeze(-2)
+    return codes[..., :rows, :cols].contiguous(), _ue8m0_byte(scale).squeeze(-2)
 
 
 def unpack_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -432,8 +443,8 @@ def pack_fp4(w: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: scale 2^ceil(log2(max|w| / 6)).
     """
-    codes, _, byte = _mxfp4(w)
-    return _pair(codes.flatten(-2)), byte
+    codes, scale = _mxfp4(w)
+    return _pair(codes.flatten(-2)), _ue8m0_byte(scale)
 
 
 def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -455,8 +466,8 @@ def pack_table(w: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(w, 32)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E4M3_MAX * 2.0**-126)
-    scale, byte = _ceil_power_of_two(largest / E4M3_MAX)
-    return _to_e4m3(blocks / scale).flatten(-2), byte.squeeze(-1)
+    scale = _ceil_power_of_two(largest / E4M3_MAX)
+    return _to_e4m3(blocks / scale).flatten(-2), _ue8m0_byte(scale)
 
 
 def unpack_table(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

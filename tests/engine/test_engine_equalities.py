@@ -1,78 +1,52 @@
 """No schedule changes a result: tokens and log-probabilities are the bits of a fresh run, alone and in one piece.
 
-Every test covers ten seeds; with --slow, ten times as many.  The first four run the same requests, and compare them with the same
-fresh run: distributed by groups (``--dist loadgroup``), one process makes it once for all of them.
+Every test covers ten seeds; with --slow, ten times as many.
 """
-
-import functools
 
 import pytest
 
 from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
 
-
-def _block(number):
-    marks = [pytest.mark.xdist_group(f"equalities of block {number}")]
-    return pytest.param(number, marks=[*marks, pytest.mark.slow] if number >= 20 else marks)
-
-
-BLOCKS = [_block(number) for number in range(200)]
+BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
 
 
 def seeds(block):
     return range(10 * block, 10 * block + 10)
 
 
-@functools.lru_cache(maxsize=20)
-def alone(seed):
-    """Unrelated requests, two of which need a page more soon after they begin to answer, and what each gives by itself."""
-    rng = rng_of(seed, 1)
-    lengths = (16 * 2, 16 * 2, int(rng.integers(1, 50)))
-    work = [request(f"r{number}", tokens(rng, length), params(rng, 2)) for number, length in enumerate(lengths)]
-    return work, fresh(work, alone=True)
+def chunked(rng):
+    return build(budget=int(rng.integers(8, 30)), is_async=False, cache=False)
+
+
+def batched(rng):
+    return build(is_async=False, cache=False)
+
+
+def asynchronous(rng):
+    return build(is_async=True, budget=int(rng.integers(20, 80)), max_num_seqs=2)
+
+
+def preempted(rng):
+    return build(
+        num_pages=1 + 5, cache=bool(rng.integers(2)), spare_slots=int(rng.integers(3)), exact_replay=bool(rng.integers(2))
+    )
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_chunked_is_whole(block):
-    for seed in seeds(block):
-        work, expected = alone(seed)
-        core = build(budget=int(rng_of(seed, 2).integers(8, 30)), is_async=False, cache=False)
-        assert drain(core, work) == expected
-        core.close()
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_batched_is_alone(block):
-    for seed in seeds(block):
-        work, expected = alone(seed)
-        core = build(is_async=False, cache=False)
-        assert drain(core, work, rng_of(seed, 3)) == expected
-        core.close()
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_asynchronous_is_synchronous(block):
-    """One step after the other is how the requests ran alone."""
-    for seed in seeds(block):
-        work, expected = alone(seed)
-        rng = rng_of(seed, 4)
-        core = build(is_async=True, budget=int(rng.integers(20, 80)), max_num_seqs=2)
-        assert drain(core, work, rng) == expected
-        core.close()
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_preempted_is_not(block):
+def test_chunked_batched_asynchronous_and_preempted_are_alone_and_whole(block):
+    """Unrelated requests, of which two need a page more soon after they begin to answer."""
     num_preempted = 0
     for seed in seeds(block):
-        work, expected = alone(seed)
-        rng = rng_of(seed, 5)
-        core = build(
-            num_pages=1 + 5, cache=bool(rng.integers(2)), spare_slots=int(rng.integers(3)), exact_replay=bool(rng.integers(2))
-        )
-        assert drain(core, work) == expected
-        num_preempted += core.stats().num_preempted
-        core.close()
+        rng = rng_of(seed, 1)
+        lengths = (16 * 2, 16 * 2, int(rng.integers(1, 50)))
+        work = [request(f"r{number}", tokens(rng, length), params(rng, 2)) for number, length in enumerate(lengths)]
+        expected = fresh(work, alone=True)
+        for engine in (chunked, batched, asynchronous, preempted):
+            core = engine(rng)
+            arrivals = rng if engine in (batched, asynchronous) else None
+            assert drain(core, work, arrivals) == expected, f"{engine.__name__}, seed {seed}"
+            num_preempted += core.stats().num_preempted
+            core.close()
     assert num_preempted >= 5, "the pool is too small for all"
 
 

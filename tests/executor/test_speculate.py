@@ -162,6 +162,16 @@ def test_a_smaller_budget_goes_to_the_likeliest_drafts(confidences, num_drafts, 
     assert (laid.owners < 2).all(), "the budget is spent in full"
 
 
+def test_rounds_of_nobody_stay_at_the_beginning():
+    """Whatever steps have left in slot 0, they need no more than one page."""
+    device = Device()
+    device.place(0, num_tokens=5000, num_tokens_max=9000, confidences=[1.0, 1.0, 1.0])
+    device.place(1, num_tokens=21, drafts=[2, 3, 4])
+    laid = device.lay_out(plan_of([round_of(1), round_of(0, max_drafts=0), round_of(0, max_drafts=0)]))
+    assert (laid.starts.tolist(), laid.lens.tolist()) == ([20, 0, 0], [3, 0, 0])
+    assert laid.positions.tolist() == [20, 21, 22, 23, 0, 0]
+
+
 def test_a_round_with_less_room_leaves_its_share_to_others():
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=12, confidences=[1.0, 1.0, 1.0])

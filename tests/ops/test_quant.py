@@ -123,11 +123,11 @@ def test_sign_of_zero_is_kept(name, dtype):
 def test_scale_is_the_power_of_two_not_below(value):
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([value], dtype=dtype)
-        scale, byte = quant._ceil_power_of_two(x)
+        scale = quant._ceil_power_of_two(x)
         mantissa, exponent = math.frexp(x.item())
         expected = exponent - 1 if mantissa == 0.5 else exponent
         assert scale.item() == 2.0**expected
-        assert byte.item() == expected + 127
+        assert quant._ue8m0_byte(scale).item() == expected + 127
 
 
 # ----------------------------------------------------------------------------------------------------------------- records
@@ -278,7 +278,7 @@ def test_known_stream_mixing():
     weights = HyperWeights(
         fn=torch.empty(0),
         base=torch.cat([torch.zeros(8, dtype=torch.float64), logits.flatten()]),
-        scale=torch.zeros(3, dtype=torch.float64),
+        scale=torch.zeros(24, dtype=torch.float64),
         norm=torch.ones(32, dtype=torch.float64),
         num_rounds=20,
         eps=1e-6,
