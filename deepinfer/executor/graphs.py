@@ -162,4 +162,5 @@ class Graphs(Generic[T]):
         captured = _Captured(graph=graph, inputs=there, result=result)
         self._graphs[key] = captured
         self.num_captured += 1
+        logger.debug("captured CUDA graph %d, %d kept", self.num_captured, len(self._graphs))
         return captured
