@@ -27,7 +27,7 @@ check: $(READY)  ## format, lint, types, import rules; then the size of the code
 	@$(BIN)/python scripts/code_lines.py
 
 test: $(READY)  ## all tests that run on a CPU, the slow ones excepted
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-gpu: $(READY)  ## the tests marked gpu, with the first python that has a CUDA device
 	@for python in $(BIN)/python $(PYTHON); do \
