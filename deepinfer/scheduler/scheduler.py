@@ -384,9 +384,9 @@ class Scheduler:
         making.num_drafts = sum(caps)
         if self._budget is not None and making.num_drafts:
             making.num_drafts = self._budget.choose(
-                np.array([row.slot for row in rows]),
-                np.array(caps),
-                np.array([row.num_in_flight > 0 for row in rows]),
+                np.fromiter([row.slot for row in rows], np.int64),
+                np.fromiter(caps, np.int64),
+                np.fromiter([row.num_in_flight for row in rows], np.int64) > 0,
                 num_other_rows=min(num_prefill, max(0, making.budget - len(rows) - making.num_drafts)),
                 max_rows=making.budget,
             )
@@ -608,7 +608,8 @@ class Scheduler:
         outputs = self.take_outputs()
         self._num_steps += 1
         self._num_padding += result.num_padding_rows
-        drafted: list[tuple[int, int]] = []  # slot and row of the new confidences
+        slots: list[int] = []  # that drafts were made for, and where their confidences stand
+        numbers: list[int] = []
         number = -1
         for entry in entries:
             number += entry.drafts
@@ -616,7 +617,8 @@ class Scheduler:
             if row.generation != entry.generation:
                 continue
             if entry.drafts:
-                drafted.append((row.slot, number))
+                slots.append(row.slot)
+                numbers.append(number)
             row.num_in_flight -= 1
             before = row.num_computed_tokens
             row.num_written_tokens = max(row.num_written_tokens, entry.end or before + 1 + entry.max_drafts)
@@ -636,9 +638,8 @@ class Scheduler:
             if new and (reason := new[-1].finish_reason) is not None:
                 self._end(row, reason)
         if self._budget is not None:
-            if drafted:
-                slots, numbers = np.array(drafted).T
-                self._budget.update(slots, result.confidences[numbers])
+            if slots:
+                self._budget.update(np.fromiter(slots, np.int64), result.confidences[np.fromiter(numbers, np.int64)])
             if plan.rounds and not plan.chunks:
                 self._budget.refine(plan.num_rows, result.duration_ms)
         return outputs
