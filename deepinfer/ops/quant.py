@@ -113,7 +113,7 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         [num_rows, out_width], same dtype; bf16 products are summed in fp32 and rounded once.
 
-    Cost: ceil(num_rows / 32) products; up to 31 padding rows.
+    Cost: ceil(num_rows / 32) products; up to 31 padding rows, and a copy of x with them.
     """
     num_rows, width = x.shape
     if width % 4:

@@ -511,8 +511,7 @@ class Scheduler:
         row.num_written_tokens = start
         row.num_published_tokens = holding.num_published * self._page_tokens
         row.window_floor, row.write_floor = holding.window_floor, holding.num_hit_tokens
-        if row.has_images:
-            row.num_images_planned = row.num_images(0, start)
+        row.num_images_planned = row.num_images(0, start)
         self._running[row.request.request_id] = row
         if self._budget is not None:
             self._budget.reset(row.slot)
