@@ -336,16 +336,27 @@ def bench() -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--prompt-tokens", type=click.IntRange(64), default=2048, show_default=True, help="Length of the prefill.")
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timed steps of each scenario.")
+@click.option(
+    "--busy",
+    "num_busy",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Busy loops that run beside a second measurement.",
+)
 @_num_drafts
-def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_drafts: int) -> None:
+def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: int, num_drafts: int) -> None:
     """Tokens/s of prefill and decode, the floor of each, and the time by op family.
 
     It measures the network, so nothing is drafted by default; with --num-drafts there are rounds of speculation and the share of
-    drafting as well.
+    drafting as well.  With --busy the steps are measured again while so many other processes compute, with the threads that the
+    engine chooses and with one.
     """
     from deepinfer.bench.steps import run_steps
 
-    click.echo(run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats, num_drafts=num_drafts))
+    click.echo(
+        run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats, num_drafts=num_drafts, num_busy=num_busy)
+    )
 
 
 @bench.command()

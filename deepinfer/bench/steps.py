@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +25,7 @@ from tqdm import tqdm
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine.loader import load
 from deepinfer.executor.clock import StepClock
+from deepinfer.executor.team import Team
 from deepinfer.executor.worker import Worker
 from deepinfer.ops import quant
 from deepinfer.ops.op import REFERENCE, bind, registered
@@ -32,6 +36,12 @@ _PAGE_SLACK = 64
 """Tokens of room behind the prompt of a measured request."""
 _MANY = 16
 """Requests that decode together."""
+_BUSY_REPEATS = 3
+"""Most timed steps of a scenario beside busy loops, where they take long."""
+_SETTLE_S = 0.5
+"""Time that busy loops have for spreading over the cores."""
+_BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""A program that computes until its parent ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +199,22 @@ def _plans(worker: Worker, count: int, context: int, tokens: int, repeats: int) 
     requests.close()
 
 
-def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7, num_drafts: int = 0) -> str:
+@contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Keep ``count`` processes computing."""
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(count)]
+    try:
+        time.sleep(_SETTLE_S)
+        yield
+    finally:
+        for each in loops:
+            each.kill()
+            each.wait()
+
+
+def run_steps(
+    model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7, num_drafts: int = 0, num_busy: int = 0
+) -> str:
     """Measure and render a table.
 
     Args:
@@ -198,6 +223,7 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
         prompt_tokens: length of the prefill, and of the context of the decode of one request.
         repeats: timed steps of each scenario.
         num_drafts: drafts of a round; 0 measures the network alone, as the floors and the shares mean it.
+        num_busy: processes that compute beside the engine in a second measurement; 0 leaves it out.
     """
     args = EngineArgs(
         model=model,
@@ -209,7 +235,12 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
         adaptive_drafts=False,
     )
     core = load(args).core
-    table = core.executor.call(lambda: _measure(core.executor.worker, prompt_tokens, repeats))
+    results, ceilings = core.executor.call(lambda: _measure(core.executor.worker, prompt_tokens, repeats))
+    table = _render(results, ceilings, core.executor.worker.model.device)
+    if num_busy:
+        table += "\n\n" + core.executor.call(
+            lambda: _measure_busy(core.executor.worker, results, prompt_tokens, min(repeats, _BUSY_REPEATS), num_busy)
+        )
     if num_drafts:
         table += "\n\n" + core.executor.call(lambda: _measure_rounds(core.executor.worker, prompt_tokens, repeats, num_drafts))
     else:
@@ -218,7 +249,17 @@ def run_steps(model: str, *, device: str = "auto", prompt_tokens: int = 2048, re
     return table
 
 
-def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
+def _scenarios(prompt_tokens: int) -> list[tuple[str, int, int, int]]:
+    """(name, requests, context, tokens of a step) of each."""
+    many_context = prompt_tokens // 4
+    return [
+        (f"prefill, 1 prompt of {prompt_tokens}", 1, 0, prompt_tokens),
+        (f"decode, 1 request at {prompt_tokens}", 1, prompt_tokens, 1),
+        (f"decode, {_MANY} requests at {many_context}", _MANY, many_context, 1),
+    ]
+
+
+def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Measurement], Ceilings]:
     where = worker.model.device
     synchronize = _synchronizer(where)
     ceilings = measure_ceilings(where)
@@ -227,13 +268,7 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
     for name, each in registered().items():
         each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[REFERENCE], synchronize)
 
-    many_context = prompt_tokens // 4
-    scenarios = [
-        (f"prefill, 1 prompt of {prompt_tokens}", 1, 0, prompt_tokens),
-        (f"decode, 1 request at {prompt_tokens}", 1, prompt_tokens, 1),
-        (f"decode, {_MANY} requests at {many_context}", _MANY, many_context, 1),
-    ]
-    results = []
+    results, scenarios = [], _scenarios(prompt_tokens)
     with tqdm(total=len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
         for name, count, context, tokens in scenarios:
             seconds = []
@@ -262,7 +297,32 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> str:
                     families=families,
                 )
             )
-    return _render(results, ceilings, where)
+    return results, ceilings
+
+
+def _measure_busy(worker: Worker, alone: list[Measurement], prompt_tokens: int, repeats: int, num_busy: int) -> str:
+    """Steps beside busy loops, with as many threads as the engine chooses and with one, in turn; ``alone`` are those without."""
+    synchronize, chosen = _synchronizer(worker.model.device), worker.team
+    scenarios, rows = _scenarios(prompt_tokens), []
+    with _busy_loops(num_busy), tqdm(total=len(scenarios) * 2 * (repeats + 1), unit="step", desc="measuring, cores busy") as bar:
+        for (name, count, context, tokens), quiet in zip(scenarios, alone, strict=True):
+            seconds: dict[Team, list[float]] = {chosen: [], Team(1): []}
+            for number, plan in enumerate(_plans(worker, count, context, tokens, 2 * (repeats + 1))):
+                worker.team = list(seconds)[number % 2]
+                start = time.perf_counter()
+                worker.launch(plan).result()
+                synchronize()
+                if number >= 2:  # the first of either warms up
+                    seconds[worker.team].append(time.perf_counter() - start)
+                bar.update()
+            ours, single = (statistics.median(each) for each in seconds.values())
+            rates = [count * tokens / each for each in (statistics.median(quiet.step_seconds), ours, single)]
+            low, high = min(seconds[chosen]), max(seconds[chosen])
+            spread = f"{low * 1e3:.0f} … {high * 1e3:.0f}"
+            rows.append([name, *(f"{rate:,.1f}" for rate in rates), f"{single / ours:.2f}", spread])
+    worker.team = chosen
+    headers = ["tokens/s", "alone", "cores busy", "cores busy, one thread", "of one thread's rate", "step ms, cores busy"]
+    return f"With {num_busy} busy loops beside it:\n\n{tabulate(rows, headers=headers)}"
 
 
 def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int) -> str:

@@ -134,7 +134,9 @@ def _num_pages(args: EngineArgs, layout: KVLayout, num_slots: int, device: torch
     return num_pages
 
 
-def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, model_dir: Path, *, progress: bool) -> Worker:
+def _build_worker(
+    args: EngineArgs, config: ModelConfig, compression: Tensor, model_dir: Path, *, num_threads: int, progress: bool
+) -> Worker:
     """Read the weights and lay out the caches."""
     device = _pick_device(args.device)
     if args.load_format == "dummy":
@@ -166,6 +168,7 @@ def _build_worker(args: EngineArgs, config: ModelConfig, compression: Tensor, mo
         tiers=Tiers(rows=args.graph_rows_interval, requests=args.graph_requests_interval) if _captures(args, device) else None,
         capture_forward=not args.enforce_eager,
         capture_draft=not args.draft_enforce_eager,
+        num_threads=num_threads,
     )
 
 
@@ -290,7 +293,8 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     compression = tokenizer.compression_map()
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
     bind(REFERENCE)
-    executor = Executor(lambda: _build_worker(args, config, torch.from_numpy(compression), model_dir, progress=progress))
+    classes, num_threads = torch.from_numpy(compression), torch.get_num_threads()  # of the caller, who may have set it
+    executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
     return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, executor, progress=progress))
 
 

@@ -17,6 +17,7 @@ from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
 from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.speculate import Context, Speculator
+from deepinfer.executor.team import Team
 from deepinfer.images import ImagePlan
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
@@ -72,6 +73,7 @@ class Worker:
     Attributes:
         layout: of the caches.
         num_pages, num_slots: of the caches, including page 0 and slot 0.
+        team: threads of a step on a CPU.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Worker:
         tiers: Tiers | None = None,
         capture_forward: bool = True,
         capture_draft: bool = True,
+        num_threads: int = 1,
     ) -> None:
         """Allocate the caches beside ``model`` on its device.
 
@@ -105,6 +108,7 @@ class Worker:
             guard_syncs: whether a launch that waits for a GPU is an error.
             tiers: sizes that steps of rounds are rounded up to; None leaves them as they are and captures nothing.
             capture_forward, capture_draft: whether a GPU replays graphs of the forward pass, and of drafting.
+            num_threads: threads that a step on a CPU may compute with.
         """
         self.config = config
         self.model = model
@@ -142,6 +146,7 @@ class Worker:
             eos_token_id=config.eos_token_id,
             graphs=Graphs(device, enabled=capture_draft and tiers is not None),
         )
+        self.team = Team(num_threads)
         self._known: dict[str, _Known] = {}
         self._owners: dict[int, str] = {}  # slot -> request whose row it holds
 
@@ -171,6 +176,9 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step: copies, forward pass, sampling.  Does not wait for a GPU."""
+        if self.model.device.type == "cpu":
+            with self.team.step(plan.num_rows):
+                return self._launch(plan)
         if not self._guard_syncs:
             return self._launch(plan)
         torch.cuda.set_sync_debug_mode("error")

@@ -17,6 +17,8 @@ chunking and padding cannot change anything (docs/decisions/0002).
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,8 @@ ROW_TILE = 32
 """Rows of every matrix product; see :func:`matmul_rows`."""
 ITEM_TILE = 64
 """Items of every batched product on a GPU; see :func:`matmul_items`."""
+_TRIED_TILES = 4
+"""Tiles of random numbers that show whether a team of threads changes the bits of a product."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -51,6 +55,17 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
         return values
     assert not torch.cuda.is_current_stream_capturing(), "what a graph reads from the host is an input of it"
     return values.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let this thread compute with a team of ``count`` on a CPU; other threads keep theirs.  Cost: 1 µs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -101,10 +116,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * rms_scale(wide, eps) * weight).to(x.dtype)
 
 
+@functools.cache
+def _keeps_bits(width: int, out_width: int, dtype: torch.dtype, num_threads: int) -> bool:
+    """Whether a product of this shape has the same bits with so many threads as with one, on this CPU and with this library.
+
+    A library that has more threads than columns to give them splits the sums; what it does with columns left over differs as well.
+    Where that begins depends on the library, its version, the instructions and the type: [32, 1536] x [1536, 24] in fp32
+    differs from three threads on with AVX2, and from two on with AVX-512.  So it is tried, once for each shape.
+    """
+    if num_threads == 1:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, width, generator=generator).to(dtype) for rows in (_TRIED_TILES * ROW_TILE, out_width))
+    found = []
+    for count in (1, num_threads):
+        with threads(count):
+            found.append(torch.cat([torch.mm(tile, w.t()) for tile in x.split(ROW_TILE)]))
+    return torch.equal(*found)
+
+
 def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     """x wᵀ, computed 32 rows at a time so that a row's result does not depend on how many rows there are.
 
-    Libraries choose kernels, and with them the order of sums, by the number of rows.  A fixed shape pins the choice.
+    Libraries choose kernels, and with them the order of sums, by the number of rows.  A fixed shape pins the choice.  The
+    number of threads is the other thing that they look at on a CPU; see :func:`_keeps_bits`.
 
     Args:
         x: [num_rows, width]; brought to a multiple of 4 by zeros, because at odd widths a row's bits change with its place.
@@ -121,12 +156,14 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     if width % 4 or num_rows % ROW_TILE:
         x = torch.nn.functional.pad(x, (0, -width % 4, 0, -num_rows % ROW_TILE))
     wt = w.t()
-    if x.shape[0] == ROW_TILE:
-        return torch.mm(x, wt)[:num_rows]
-    out = x.new_empty(x.shape[0], w.shape[0])
-    for start in range(0, x.shape[0], ROW_TILE):
-        torch.mm(x[start : start + ROW_TILE], wt, out=out[start : start + ROW_TILE])
-    return out[:num_rows]
+    is_alone = x.device.type == "cpu" and not _keeps_bits(x.shape[1], w.shape[0], x.dtype, torch.get_num_threads())
+    with threads(1) if is_alone else nullcontext():
+        if x.shape[0] == ROW_TILE:
+            return torch.mm(x, wt)[:num_rows]
+        out = x.new_empty(x.shape[0], w.shape[0])
+        for start in range(0, x.shape[0], ROW_TILE):
+            torch.mm(x[start : start + ROW_TILE], wt, out=out[start : start + ROW_TILE])
+        return out[:num_rows]
 
 
 def matmul_items(a: Tensor, b: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Every test covers ten seeds; with --slow, ten times as many.
 
 import pytest
 
+from deepinfer.ops.quant import threads
 from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
 
 BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]
@@ -102,4 +103,24 @@ def test_forked_is_separate(block):
         core.fork("parent", child)
         drain(core, outputs=outputs)
         assert outputs == fresh([parent, child])
+        core.close()
+
+
+class ChangingTeam:
+    """Any number of threads, a new one for each step."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def step(self, num_rows):
+        return threads(int(self.rng.choice([1, 2, 3])))
+
+
+def test_steps_of_any_number_of_threads_are_those_of_one():
+    for seed in range(2):
+        rng = rng_of(seed, 7)
+        work = [request(f"r{number}", tokens(rng, int(rng.integers(1, 90))), params(rng, 4)) for number in range(3)]
+        core = build(budget=40, num_drafts=3)
+        core.executor.worker.team = ChangingTeam(rng)
+        assert drain(core, work, rng) == fresh(work)
         core.close()

@@ -1,0 +1,37 @@
+"""The number of threads that compute changes no bit: small steps of the engine get one, larger ones a team."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from deepinfer.config import named_config
+from deepinfer.ops.cases import CASES
+from deepinfer.ops.quant import matmul_rows, threads
+from tests.ops.invariance import arguments_of, bits, is_same
+
+CPU = torch.device("cpu")
+NANO = dataclasses.replace(named_config("nano"), index_topk=24)
+TEAMS = (2, 3, 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op.name}: {case.name}")
+def test_an_operator_gives_the_same_bits_with_any_number_of_threads(case):
+    arguments = arguments_of(case, torch.bfloat16, CPU, NANO)
+    with threads(1):
+        expected = case.op.reference(**arguments)
+    for count in TEAMS:
+        with threads(count):
+            assert is_same(case.op.reference(**arguments), expected), f"{count} threads"
+
+
+@pytest.mark.parametrize("width", [384, 1536, 6144])
+@pytest.mark.parametrize("out_width", [1, 16, 24, 64, 65, 100, 128, 384])
+def test_a_product_gives_the_same_bits_with_any_number_of_threads(width, out_width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(rows, width, generator=generator) for rows in (33, out_width))
+    with threads(1):
+        expected = matmul_rows(x, w)
+    for count in (*TEAMS, 16):
+        with threads(count):
+            assert torch.equal(bits(matmul_rows(x, w)), bits(expected)), f"{count} threads"
