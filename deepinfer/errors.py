@@ -9,7 +9,18 @@
     └── StepFailed       device or peer fault; the process exits and the router moves on
 
 A message says what was asked, what the limit is and what to do.  ``assert`` is for our own bugs, never for input.
+:func:`shown` and :func:`reason` put the caller's values and other libraries' errors into messages.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sized
+
+_MAX_SHOWN = 60
+"""Characters of a value in a message."""
+_MAX_REASON = 200
+_ADDRESS = re.compile(r" (?:object )?at 0x[0-9a-fA-F]+")
 
 
 class EngineError(Exception):
@@ -38,3 +49,43 @@ class Overloaded(EngineError):
 
 class StepFailed(EngineError):
     """A device or a peer failed in the middle of a step; nothing it computed may be used."""
+
+
+def shown(value: object) -> str:
+    """A caller's value for a message: one short line, without the address of an object."""
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, int):
+        return int.__repr__(value) if value.bit_length() <= 256 else f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if isinstance(value, str):
+        return f"{str.__repr__(value[:_MAX_SHOWN])}{_rest(value)}"
+    if isinstance(value, bytes):
+        return f"{bytes.__repr__(value[:_MAX_SHOWN])}{_rest(value)}"
+    name = type(value).__name__[:_MAX_SHOWN]
+    if isinstance(value, tuple | list | dict | set | frozenset | range):
+        return f"a {name} of {len(value)}"
+    item = plain(value)
+    return f"an object of type {name}" if type(item) is type(value) else shown(item)
+
+
+def _rest(value: Sized) -> str:
+    return f"… ({len(value)} in all)" if len(value) > _MAX_SHOWN else ""
+
+
+def plain(value: object) -> object:
+    """The Python value in a scalar of numpy or torch, or in an array of no dimensions; anything else as it is."""
+    item = getattr(value, "item", None)
+    if getattr(value, "ndim", None) != 0 or not callable(item):
+        return value
+    try:
+        return item()
+    except Exception:  # a tensor without data has none to give
+        return value
+
+
+def reason(error: BaseException) -> str:
+    """What an error of another library says, for a message: one short line, without the address of an object."""
+    text = " ".join(_ADDRESS.sub("", str(error)).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"

@@ -16,10 +16,10 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from deepinfer.config import VisionConfig
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, reason
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """Decoders that untrusted bytes may reach; others of Pillow's run external programs or are rarely exercised."""
@@ -29,6 +29,8 @@ MAX_IMAGE_SIDE: Final = 8192
 """Limits of one picture, as the vendor's API documents them; a decode takes at most 8192² x 3 bytes = 201 MB."""
 
 _BORDER: Final = (127, 127, 127)
+_MAX_SAMPLE: Final = 2**16 - 1
+"""Formats have no samples of more than 16 bits."""
 
 
 class Role(IntEnum):
@@ -131,7 +133,7 @@ def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int =
 
     The size in the header is checked before any pixel is decoded, so a small file cannot claim much memory.  Transparency is
     dropped and EXIF rotation ignored, as Pillow's plain conversion to RGB does and thus the published
-    preprocessing.
+    preprocessing.  Of 16-bit samples the upper 8 bits are kept, of grey pictures as of coloured ones.
 
     Raises:
         RequestError: not one of these formats, damaged, or over a limit.
@@ -142,15 +144,27 @@ def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int =
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if max(width, height) <= max_side:
-            if image.mode == "P" and "transparency" in image.info:
-                image = image.convert("RGBA")  # Pillow warns about the direct way; the colours are the same
-            return image.convert("RGB")
+            return _to_rgb(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestError(f"image has too many pixels; at most {max_side} a side are accepted, scale it down") from error
+    except UnidentifiedImageError as error:
+        raise RequestError(
+            f"image of {len(data)} bytes cannot be decoded, because it is none of {', '.join(FORMATS)}; send one of these"
+        ) from error
     except Exception as error:
         # Pillow's decoders raise a dozen unrelated types on damaged bytes; whatever it is, the picture is to blame.
-        raise RequestError(f"image cannot be decoded ({error}); send an intact {', '.join(FORMATS)} file") from error
+        raise RequestError(f"image cannot be decoded ({reason(error)}); send an intact {', '.join(FORMATS)} file") from error
     raise RequestError(f"image of {width} x {height} pixels exceeds the limit of {max_side} a side; scale it down")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode that the decoders give; Pillow's own conversion clips samples of more than 8 bits."""
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns about the direct way; the colours are the same
+    elif image.mode.startswith("I"):  # 16 bits in any order of bytes, which some versions widen to 32
+        samples = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((np.clip(samples, 0, _MAX_SAMPLE) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def prepare_pixels(image: Image.Image, plan: ImagePlan) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from deepinfer.errors import StepFailed
+from deepinfer.errors import StepFailed, reason
 from deepinfer.executor.sample import Launched
 from deepinfer.executor.worker import Picture, Worker
 from deepinfer.request import SamplingParams
@@ -37,7 +37,7 @@ class Pending:
         try:
             return self._launched.result().result()
         except Exception as error:
-            raise StepFailed(f"a step failed ({type(error).__name__}: {error}); restart the engine") from error
+            raise StepFailed(f"a step failed ({type(error).__name__}: {reason(error)}); restart the engine") from error
 
 
 class Executor:
