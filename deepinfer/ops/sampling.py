@@ -178,7 +178,12 @@ def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tens
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     greedy = rows.greedy[:, None]
-    logits = logits / torch.where(greedy, 1.0, rows.temperature[:, None])
+    best = logits.max(-1, keepdim=True).indices
+    # A quotient may leave the range of numbers.  Two infinities would make a NaN further on, and without a finite best token a
+    # removed one could be drawn.
+    most = torch.finfo(logits.dtype).max
+    logits = (logits / torch.where(greedy, 1.0, rows.temperature[:, None])).clamp_(max=most)
+    logits.scatter_(-1, best, logits.gather(-1, best).clamp_(min=-most))
     if not rows.filters:
         return logits
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -190,6 +195,7 @@ def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tens
     mass_before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     top_p = rows.top_p[:, None].double()
     kept &= (mass_before < top_p * mass[:, -1:]) | (top_p >= 1)
+    kept[:, 0].fill_(True)  # whatever the filters are
     kept_by_id = torch.zeros_like(kept).scatter_(-1, ids, kept)
     return logits.masked_fill(~(kept_by_id | greedy), -torch.inf)
 
