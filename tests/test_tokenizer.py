@@ -140,6 +140,30 @@ def test_id_outside_the_vocabulary_is_refused(token_id):
         NANO.stream().push(token_id)
 
 
+@given(texts_with_marks)
+def test_no_text_has_fewer_tokens_than_the_bound(full, text):
+    assert NANO.least_tokens(text) == len(NANO.encode(text))
+    assert full.least_tokens(text) <= len(full.encode(text))
+
+
+def test_the_bound_is_of_use_and_no_error_for_broken_text(full):
+    assert full.least_tokens("a" * 10_000) > 50
+    assert NANO.least_tokens("ab\ud800") == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: given.update(normalizer={"type": "Lowercase"}),
+        lambda given: given.update(normalizer={"type": "NFKC"}),
+        lambda given: given.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+        lambda given: given.update(pre_tokenizer={"type": "Whitespace"}),
+    ],
+)
+def test_there_is_no_bound_where_text_is_changed_before_it_is_split(change):
+    assert Tokenizer(changed(change)).least_tokens("x" * 100) == 0
+
+
 def test_lone_surrogate_is_the_callers_error():
     with pytest.raises(RequestError, match="lone surrogate at character 1"):
         NANO.encode("a\ud800")
