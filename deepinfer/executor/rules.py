@@ -121,7 +121,7 @@ class TokenRules:
         allowed = self._allowed_on_host.clone()
         if params.allowed_token_ids is not None:
             allowed &= torch.zeros_like(allowed).index_fill_(0, torch.tensor(params.allowed_token_ids), True)
-        allowed[list(params.banned_token_ids)] = False
+        allowed.index_fill_(0, torch.tensor(params.banned_token_ids, dtype=torch.int64), False)
         if not bool(allowed.any()):
             allowed[self._eos_token_id] = True  # the engine forbids all that the request allows: it may only end
         eos_from = num_prompt + params.first_n_token_no_eos
@@ -133,14 +133,14 @@ class TokenRules:
             self._masks.tensors[0][mask] = to_device(allowed, self._device)
         if params.bias_pairs:
             bias = self._biases.take()
-            values = torch.zeros(self._vocab_size)
-            for token_id, value in params.bias_pairs:
-                values[token_id] = value
+            ids, biases = zip(*params.bias_pairs, strict=True)
+            values = torch.zeros(self._vocab_size).index_copy_(0, torch.tensor(ids), torch.tensor(biases))
             self._biases.tensors[0][bias] = to_device(values, self._device)
         if params.needs_history:
             history = self._histories.take()
         if params.golden_token_ids is not None:
-            golden = to_device(torch.tensor(params.golden_token_ids), self._device)
+            # Steps copy these; an answer has no more of them than tokens.
+            golden = to_device(torch.tensor(params.golden_token_ids[: params.max_tokens]), self._device)
         rule = _Rule(
             params=params, num_prompt=num_prompt, bias=bias, history=history, mask=mask, golden=golden, eos_from=eos_from
         )

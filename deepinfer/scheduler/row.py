@@ -44,6 +44,7 @@ class Row:
         num_prompt_tokens: tokens of its prompt.
         num_tokens_max: tokens it ends with at the latest, prompt included.
         token_ids: [num_tokens_max] int32, the first ``num_tokens`` of them known.
+        stop_token_ids: tokens that end it, beside the end token.
         has_images: whether its prompt has image positions.
         decoder_floor: see :class:`~deepinfer.step.Chunk`; the same for life.
         chain: keys of its pages.
@@ -106,6 +107,7 @@ class Row:
         "request",
         "saving",
         "slot",
+        "stop_token_ids",
         "stops",
         "token_ids",
         "window_floor",
@@ -133,6 +135,7 @@ class Row:
         self.token_ids: npt.NDArray[np.int32] = np.empty(num_tokens_max, dtype=np.int32)
         self.token_ids[: self.num_tokens] = request.prompt_token_ids
         self.has_images = bool((self.token_ids[: self.num_tokens] == image_token_id).any())
+        self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.decoder_floor = decoder_floor
         self.chain = PageChain(page_tokens, request.salt)
         self.is_schedulable = True
