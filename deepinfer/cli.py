@@ -181,8 +181,8 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
         now, number = time.perf_counter(), output.sample_idx
         first = first or now
         piece = ""
-        if output.token_id is not None and output.token_id != llm.config.eos_token_id:
-            piece = decoders[number].push(output.token_id)
+        if (token_id := llm.text_token(output)) is not None:
+            piece = decoders[number].push(token_id)
         if output.finished:
             piece += decoders[number].finish()
             num_prompt = output.prompt_len

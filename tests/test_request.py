@@ -1,14 +1,22 @@
 """Sampling parameters: what is refused, what is kept, and how the answers of one request differ."""
 
+import io
 import math
+import time
 from dataclasses import fields, replace
+from decimal import Decimal
+from fractions import Fraction
 
 import msgspec
 import numpy as np
 import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from deepinfer.errors import RequestError
-from deepinfer.request import MAX_SAMPLES, RequestOutput, SamplingParams
+from deepinfer.errors import RequestError, reason, shown
+from deepinfer.executor.rows import RowTable
+from deepinfer.request import MAX_SAMPLES, Request, RequestOutput, SamplingParams
 
 EVERYTHING = {
     "n": 3,
@@ -138,3 +146,163 @@ def test_records_carry_prompt_logprobs_and_sample_through_transport():
         sample_idx=2,
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=RequestOutput) == record
+
+
+# Values of other types, and of sizes that the device cannot hold.
+
+PLAIN = (int, float, bool, str, bytes, tuple, type(None))
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 300),
+    st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**5000]),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.sampled_from([1j, object(), Fraction(1, 3), Decimal(1), int, lambda: 0, {"a": 1}, {3: 4.5}, [[1]], [(1, 2.5)], range(4)]),
+    st.builds(lambda value, kind: kind(value), st.integers(-2, 100), st.sampled_from([np.int64, np.uint8, np.float32, np.bool_])),
+    st.builds(torch.tensor, st.one_of(st.integers(0, 50), st.floats(0, 1), st.booleans(), st.lists(st.integers(0, 9)))),
+    st.builds(np.array, st.one_of(st.integers(0, 50), st.floats(0, 1), st.booleans(), st.lists(st.integers(0, 9)))),
+    st.lists(st.one_of(st.integers(-1, 9), st.floats(), st.booleans(), st.builds(np.int32, st.integers(0, 9))), max_size=3),
+)
+
+
+def is_plain(value):
+    return type(value) in PLAIN and (type(value) is not tuple or all(map(is_plain, value)))
+
+
+def assert_is_a_sentence(error, name=""):
+    assert name in str(error)
+    assert len(str(error)) < 400
+    assert "0x" not in str(error)
+    assert "\n" not in str(error)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from([each.name for each in fields(SamplingParams)]), JUNK)
+def test_a_parameter_of_any_type_is_refused_or_kept_as_plain_values(name, value):
+    try:
+        params = SamplingParams(**{name: value})
+    except RequestError as error:
+        assert_is_a_sentence(error, name)
+        return
+    assert all(is_plain(getattr(params, each.name)) for each in fields(params)), (name, value)
+    assert msgspec.msgpack.encode({each.name: getattr(params, each.name) for each in fields(params)})
+    hash(params)
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, np.uint64, torch.tensor, np.array], ids=lambda kind: kind.__name__)
+def test_scalars_of_numpy_and_torch_are_numbers(kind):
+    params = SamplingParams(max_tokens=kind(7), top_k=kind(3), n=kind(2), seq_seed=kind(5), temperature=kind(2))
+    assert params == SamplingParams(max_tokens=7, top_k=3, n=2, seq_seed=5, temperature=2.0)
+    assert {type(params.max_tokens), type(params.top_k), type(params.seq_seed)} == {int}
+    assert SamplingParams(max_tokens=5, ignore_eos=np.bool_(True), prompt_logprobs=torch.tensor(True)).ignore_eos is True
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids]])
+def test_lists_of_any_kind_are_lists(kind):
+    params = SamplingParams(stop_token_ids=kind([4, 2]), allowed_token_ids=kind([4, 2]), golden_token_ids=kind([4, 2]))
+    assert (params.stop_token_ids, params.allowed_token_ids, params.golden_token_ids) == ((4, 2),) * 3
+
+
+def test_lists_name_every_token_once_in_their_order_and_forced_ones_as_given():
+    ids = [5, 3, 5, 9, 3]
+    params = SamplingParams(stop_token_ids=ids, banned_token_ids=ids, golden_token_ids=ids)
+    assert params.stop_token_ids == params.banned_token_ids == (5, 3, 9)
+    assert params.golden_token_ids == tuple(ids)
+
+
+def test_a_list_of_a_million_ids_is_checked_in_linear_time_and_not_again_for_each_answer():
+    ids = list(range(10**6))
+    begin = time.process_time()
+    params = SamplingParams(stop_token_ids=ids, banned_token_ids=ids, n=128, seq_seed=1)
+    assert time.process_time() - begin < 3
+    begin = time.process_time()
+    samples = [params.with_seed().with_sample(number) for number in range(128)]
+    assert time.process_time() - begin < 0.1
+    assert samples[5].stop_token_ids is params.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 1e39}, {"temperature": 3.4028236e38}, {"temperature": 10**400}, {"top_p": 1e-46}, {"top_p": 5e-324}],
+    ids=str,
+)
+def test_what_is_infinite_or_nothing_in_fp32_is_refused(given):
+    with pytest.raises(RequestError, match=f"{next(iter(given))}=.* 32 bits"):
+        SamplingParams(**given)
+
+
+def test_what_fp32_can_hold_is_accepted():
+    SamplingParams(temperature=3.4028235e38, top_p=1e-45, min_p=5e-324, presence_penalty=5e-324)
+    SamplingParams(temperature=5e-324, top_p=np.nextafter(1, 0), repetition_penalty=np.float32(0.001))
+
+
+@given(st.one_of(st.floats(0, 1), st.integers(-2000, 2000).map(lambda steps: 1e-5 + steps * 2.0**-69), st.floats(9e-6, 1.1e-5)))
+@example(1e-5)
+@example(float(np.float32(1e-5)))
+@example(float(np.nextafter(np.float32(1e-5), np.float32(0))))
+@example(9.999999747378752e-06)
+def test_host_and_device_agree_about_what_is_greedy(temperature):
+    params = SamplingParams(temperature=temperature, seq_seed=1)
+    table = RowTable(2, 0, torch.device("cpu"))
+    table.write(1, params, 10)
+    assert table.sampling(torch.tensor([1]), filters=False).greedy.item() == params.is_greedy
+
+
+REQUEST = {"request_id": "a", "prompt_token_ids": (3, 4), "params": SamplingParams()}
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([each.name for each in fields(Request)]), JUNK)
+def test_a_field_of_a_request_of_any_type_is_refused_or_kept_as_plain_values(name, value):
+    try:
+        request = Request(**{**REQUEST, name: value})
+    except RequestError as error:
+        assert_is_a_sentence(error)
+        return
+    for each in ("request_id", "prompt_token_ids", "priority", "salt", "checkpoints"):
+        assert is_plain(getattr(request, each)), (name, value)
+    assert -(2**63) <= request.priority < 2**63
+
+
+def test_requests_take_what_people_have():
+    request = Request(
+        request_id=np.str_("a"),
+        prompt_token_ids=np.array([3, 4], dtype=np.uint16),
+        params=SamplingParams(),
+        priority=np.int64(-3),
+        salt=bytearray(b"t"),
+        checkpoints=torch.tensor([128, 256, 128]),
+    )
+    assert (request.prompt_token_ids, request.priority, request.salt, request.checkpoints) == ((3, 4), -3, b"t", (128, 256))
+
+
+def test_without_a_seed_every_request_draws_its_own_and_its_answers_derive_from_it():
+    shared = SamplingParams(n=3)
+    assert shared.seq_seed is None
+    requests = [Request(**{**REQUEST, "params": shared}).with_seed() for _ in range(50)]
+    seeds = [each.sample(number, "x").params.seq_seed for each in requests for number in range(3)]
+    assert len(set(seeds)) == 150
+    seeded = Request(**{**REQUEST, "params": SamplingParams(n=3, seq_seed=7)})
+    assert seeded.with_seed() is seeded
+    assert seeded.sample(0, "x").params.seq_seed == 7
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 0, "x" * 10**6, b"x" * 10**6, [0] * 10**6, 10**9999, np.float32(1), np.longdouble(1), torch.ones(3), type],
+    ids=range(10),
+)
+def test_messages_show_values_shortly_and_without_addresses(value):
+    assert len(shown(value)) < 130
+    assert "0x" not in shown(value)
+
+
+def test_what_other_libraries_say_is_told_shortly_and_without_addresses():
+    for what in (object(), io.BytesIO(), [object()], "x" * 10**6, "two\nlines"):
+        told = reason(ValueError(f"cannot use {what!r}\n{what}"))
+        assert len(told) < 210
+        assert "0x" not in told
+        assert "\n" not in told
+    assert reason(KeyError()) == "KeyError"

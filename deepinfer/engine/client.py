@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -19,10 +20,11 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
@@ -31,9 +33,20 @@ import deepinfer
 from deepinfer.config import EngineArgs
 from deepinfer.engine import ipc
 from deepinfer.engine.process import command
-from deepinfer.errors import ConfigError, EngineError, RequestError, StepFailed
+from deepinfer.errors import ConfigError, ContextTooLong, EngineError, RequestError, StepFailed, shown
 from deepinfer.metrics import Snapshot
-from deepinfer.request import FinishReason, RequestOutput, SamplingParams
+from deepinfer.request import (
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    as_bytes,
+    as_names,
+    as_number,
+    as_priority,
+    as_text,
+    as_whole_numbers,
+    is_list,
+)
 from deepinfer.scheduler.scheduler import SchedulerStats
 
 CORE_PROGRAM: Final = (sys.executable, "-P", "-m", "deepinfer.engine.process")
@@ -41,6 +54,8 @@ _MAX_PATH: Final = 100
 """Bytes of a socket's path; the system allows 107."""
 _END_S: Final = 10.0
 """What the core gets for ending after its last request; then it is killed."""
+_FOREVER_S: Final = 1e9
+"""As long as a wait ever is: timers of the system take no more than some centuries."""
 _LAST_MESSAGES_MS: Final = 50
 """How long messages may be on their way from a process that has ended."""
 
@@ -185,7 +200,7 @@ class AsyncEngineClient:
         Args:
             request_id: unique among open requests of this client.
             prompt_token_ids: [num_tokens] integers, one image placeholder an image.
-            params: how to sample.
+            params: how to sample; without a seed the request draws its own.
             images: encoded files in the order of the placeholders.
             priority: the higher is admitted first and preempted last.
             salt: tenant; only requests of the same one share cached memory.
@@ -197,20 +212,9 @@ class AsyncEngineClient:
         """
         self._check_alive()
         number = next(self._numbers)
-        frames = _pack_request(
-            ipc.Add(
-                number=number,
-                request_id=request_id,
-                params=_changed(params),
-                priority=priority,
-                salt=salt,
-                arrived_s=time.monotonic(),
-            ),
-            prompt_token_ids,
-            images,
-        )
+        frames = _pack_request(number, request_id, prompt_token_ids, params, images, priority, salt, facts=self.facts)
         if request_id in self._open_ids:
-            raise RequestError(f"request id {request_id!r} is in use; choose another")
+            raise RequestError(f"request id {shown(request_id)} is in use; choose another")
         self._border.send_multipart(frames)
         stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES, params.n)
         self._open_ids[request_id] = number
@@ -230,13 +234,17 @@ class AsyncEngineClient:
             if not is_done and self.is_alive:
                 self._send(ipc.Abort(call=0, numbers=[stream.number]))
 
-    async def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
+    async def abort(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
         """End requests; whoever iterates over one gets a last record with the reason ``abort``.
 
         Returns:
             How many of them the engine still had, and how many tokens they had.
+
+        Raises:
+            RequestError: it is neither an id nor several.
         """
-        numbers = [self._open_ids[each] for each in dict.fromkeys(request_ids) if each in self._open_ids]
+        known = dict.fromkeys(as_names("request_ids", request_ids))
+        numbers = [self._open_ids[each] for each in known if each in self._open_ids]
         aborted = await self._call(ipc.Abort, numbers=numbers)
         for number in numbers:
             self._finish_aborted(number)
@@ -248,7 +256,13 @@ class AsyncEngineClient:
         return EngineStats(scheduler=told.scheduler, metrics=told.metrics)
 
     async def close(self, *, finish_within_s: float = 0.0) -> None:
-        """Let open requests finish for at most so many seconds, abort the rest, end the process; later calls raise."""
+        """Let open requests finish for at most so many seconds, abort the rest, end the process; later calls raise.
+
+        Raises:
+            RequestError: ``finish_within_s`` is no number of seconds; infinity lets all of them finish.
+        """
+        seconds = as_number("finish_within_s", finish_within_s, 0, math.inf, "0 or a positive number of seconds")
+        finish_within_s = min(seconds, _FOREVER_S)
         if not self._is_closing and self._failure is None:
             self._is_closing = True
             self._send(ipc.Shutdown(finish_within_s=finish_within_s))
@@ -419,31 +433,65 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def _pack_request(message: ipc.Add, token_ids: npt.ArrayLike, images: Sequence[bytes]) -> list[ipc.Frame]:
-    """Frames of a request, every value of the type that the core relies on.
+def _pack_request(
+    number: int,
+    request_id: object,
+    prompt_token_ids: object,
+    params: object,
+    images: object,
+    priority: object,
+    salt: object,
+    *,
+    facts: ipc.Ready,
+) -> list[ipc.Frame]:
+    """Frames of a request, every value of the type that the core relies on and of a size that it can deal with.
 
     Raises:
-        RequestError: a value has another type.
+        RequestError: a value has another type, or cannot be used by an engine of these ``facts``.
+        ContextTooLong: the prompt is too long.
     """
-    for name, value, kind in (
-        ("request_id", message.request_id, str),
-        ("priority", message.priority, int),
-        ("salt", message.salt, bytes),
-        *(("an image", each, bytes) for each in images),
-    ):
-        if not isinstance(value, kind):
-            raise RequestError(f"{name} of type {type(value).__name__} was given; give it as {kind.__name__}")
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params of type {type(params).__name__} were given; make SamplingParams of them")
+    params.check_vocabulary(facts.vocab_size)
+    if not is_list(images):
+        raise RequestError(f"images of type {type(images).__name__} were given; give a list of encoded files")
+    message = ipc.Add(
+        number=number,
+        request_id=as_text("request_id", request_id),
+        params=_changed(params, facts.max_model_len),
+        priority=as_priority(priority),
+        salt=as_bytes("salt", salt),
+        arrived_s=time.monotonic(),
+    )
+    files = [as_bytes("an image", each) for each in images]
+    ids = _pack_ids(prompt_token_ids, facts)
     try:
-        ids = ipc.pack_ids(token_ids)
+        return ipc.pack(message, [ids, *files])
+    except UnicodeEncodeError as error:
+        raise RequestError(f"request_id={shown(request_id)} cannot be sent, being no valid Unicode; choose another") from error
+
+
+def _pack_ids(given: Any, facts: ipc.Ready) -> bytes:  # noqa: ANN401  (whatever the caller gives)
+    """The frame of a prompt that an engine of these ``facts`` may serve."""
+    most = facts.max_model_len
+    is_array = isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"
+    if not is_array and not (isinstance(given, list | tuple) and len(given) >= most):
+        given = as_whole_numbers("prompt_token_ids", given, things="token ids", low=-(2**31), at_most=most)
+    if len(given) >= most:
+        limit = f"ignore_len={facts.ignore_len}" if len(given) >= facts.ignore_len else f"the context limit of {most}"
+        raise ContextTooLong(
+            f"prompt of {len(given)} tokens leaves no room for output in {limit}; shorten the prompt or raise it"
+        )
+    try:
+        return ipc.pack_ids(given)
     except ValueError as error:
         raise RequestError(f"prompt_token_ids are not usable ({error}); give token ids as integers") from error
-    try:
-        return ipc.pack(message, [ids, *images])
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"the request cannot be sent ({error}); use plain values of at most 64 bits") from error
 
 
-def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The values of ``params`` that are not defaults."""
+def _changed(params: SamplingParams, max_model_len: int) -> dict[str, Any]:
+    """The values of ``params`` that are not defaults; of forced tokens no more than an answer can have."""
     values = {each.name: (getattr(params, each.name), each.default) for each in fields(params)}
-    return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
+    changed = {name: value for name, (value, default) in values.items() if value != default}
+    if params.golden_token_ids is not None:
+        changed["golden_token_ids"] = params.golden_token_ids[: min(params.max_tokens, max_model_len)]
+    return changed

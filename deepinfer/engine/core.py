@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from deepinfer.engine.prompt import check_params
 from deepinfer.engine.samples import SEPARATOR, Samples
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.executor.executor import Executor, Pending
 from deepinfer.executor.worker import Picture
 from deepinfer.kv.manager import KVManager
@@ -71,13 +71,22 @@ class EngineCore:
         self._enter(request, pictures, self._samples.parts(request_id)[0])
 
     def _enter(self, request: Request, pictures: Sequence[Picture], parent: str | None) -> None:
-        """Take in all answers of a request, or none; those behind the first branch from it unless all branch from ``parent``."""
-        check_params(request.params, self.executor.worker.config)
+        """Take in all answers of a request, or none; those behind the first branch from it unless all branch from ``parent``.
+
+        This is below all doors: a request without a seed gets its own here, and parameters meet the engine that must keep them.
+        """
+        worker = self.executor.worker
+        check_params(request.params, worker.config, banned=worker.banned_token_ids)
+        keep = self.scheduler.limits.decoder_keep_tokens
+        if request.params.prompt_logprobs and keep:
+            raise RequestError(
+                "prompt_logprobs=True needs the logits of a whole prompt, and with decoder_replay this engine makes those of the "
+                f"last {keep} tokens at most; leave prompt_logprobs out, or start the engine with decoder_replay=off"
+            )
+        request = request.with_seed()
         parts = self._samples.split(request)
-        if not request.request_id:
-            raise RequestError("the request id is empty; choose another")
         if self.is_unfinished(request.request_id):
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
+            raise RequestError(f"request id {shown(request.request_id)} is in use; choose another")
         entered: list[str] = []
         try:
             for part in parts:

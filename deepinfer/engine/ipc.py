@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer import errors
-from deepinfer.errors import EngineError, StepFailed
+from deepinfer.errors import EngineError, StepFailed, reason
 from deepinfer.metrics import Snapshot
 from deepinfer.request import RequestOutput
 from deepinfer.scheduler.scheduler import SchedulerStats
@@ -86,6 +86,7 @@ class Ready(Message, tag="ready", frozen=True):
         max_model_len: prompt plus output tokens of one request.
         max_num_seqs: requests running at once.
         max_num_batched_tokens: tokens of one step.
+        ignore_len: tokens from which a prompt is not looked at.
         vocab_size: token ids are below it.
         eos_token_id: ends a request that does not ignore it.
     """
@@ -93,6 +94,7 @@ class Ready(Message, tag="ready", frozen=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    ignore_len: int
     vocab_size: int
     eos_token_id: int
 
@@ -187,7 +189,7 @@ def unpack_ids(frame: Frame) -> npt.NDArray[np.int32]:
 def pack_last_words(error: BaseException) -> bytes:
     """An error for the lifeline."""
     kind = type(error).__name__ if isinstance(error, EngineError) else StepFailed.__name__
-    sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {reason(error)}"
     return _encode(LastWords(kind=kind, sentence=sentence))
 
 

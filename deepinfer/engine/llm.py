@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -14,9 +14,9 @@ from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.loader import load
 from deepinfer.engine.observer import Observer
-from deepinfer.engine.prompt import MultiModalData, Prompt, build_prompt, checked_ids, image_files, text_ids
-from deepinfer.errors import ConfigError, RequestError
-from deepinfer.request import Request, RequestOutput, SamplingParams
+from deepinfer.engine.prompt import MultiModalData, Prompt, PromptReader, params_for_each
+from deepinfer.errors import ConfigError
+from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
 
@@ -73,6 +73,7 @@ class LLM:
         self.config = loaded.config
         self.decode_sequence = decode_sequence
         self._tokenizer = loaded.tokenizer
+        self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
         self._core: EngineCore | None = loaded.core
         self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
         self._boxes: dict[str, deque[RequestOutput]] = {}  # unfinished request -> records that nobody has taken yet
@@ -90,9 +91,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: str | Iterable[str] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        prompt_token_ids: Sequence[Iterable[int]] | None = None,
+        prompt_token_ids: Iterable[Iterable[int]] | None = None,
         use_tqdm: bool = True,
         multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
     ) -> list[str] | list[list[RequestOutput]]:
@@ -100,10 +101,12 @@ class LLM:
 
         Args:
             prompts: one text or a list.
-            sampling_params: one for all, or one per prompt.
-            prompt_token_ids: ids instead of texts (they win where both are given); equal lengths if both.
+            sampling_params: one for all, or one per prompt.  Without a seed every prompt draws its own, also where they share one
+                object; with one, the same prompt gives the same text.
+            prompt_token_ids: ids instead of texts (they win where both are given); equal lengths if both.  Lists or arrays.
             use_tqdm: show progress.
-            multi_modal_data: per prompt ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height).
+            multi_modal_data: per prompt ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes``, the (width,
+                height) that each picture must have.
 
         Returns:
             Texts in the order of the prompts, or with ``decode_sequence=False`` the records of each text's tokens.  The ``n``
@@ -111,21 +114,22 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is not usable; nothing was generated.
+            ContextTooLong: a prompt is too long.
         """
         records = self.generate_records(prompts, sampling_params, prompt_token_ids, use_tqdm, multi_modal_data)
         return [self.text(each) for each in records] if self.decode_sequence else records
 
     def generate_records(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: str | Iterable[str] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        prompt_token_ids: Sequence[Iterable[int]] | None = None,
+        prompt_token_ids: Iterable[Iterable[int]] | None = None,
         use_tqdm: bool = True,
         multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
     ) -> list[list[RequestOutput]]:
         """:meth:`generate`, always with the records of each text's tokens."""
-        ready = self._prompts(prompts, prompt_token_ids, multi_modal_data)
-        params = _one_each(sampling_params, len(ready))
+        ready = self._reader.prompts(prompts, prompt_token_ids, multi_modal_data)
+        params = params_for_each(sampling_params, len(ready))
         core = self._running()
         request_ids: list[str] = []
         try:
@@ -150,9 +154,9 @@ class LLM:
 
         Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.
         """
-        (ready,) = self._prompts(prompt, None, None)
+        ready = self._reader.of_text(prompt)
         core = self._running()
-        params = sampling_params or SamplingParams()
+        (params,) = params_for_each(sampling_params, 1)
         request_id = self._add(core, ready, params)
         box = self._boxes[request_id]
         num_open = params.n
@@ -168,14 +172,17 @@ class LLM:
             self._end(core, [request_id])
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids that :meth:`generate` makes of a text."""
-        return text_ids(text, self._tokenizer, with_images=False)
+        """Ids that :meth:`generate` makes of a text; raises :class:`ContextTooLong` where they are too many."""
+        return self._reader.text_ids(text)
 
     def text(self, records: Iterable[RequestOutput]) -> str:
-        """The text of a request's records, without the end token."""
-        return self._tokenizer.decode(
-            [each.token_id for each in records if each.token_id is not None and each.token_id != self.config.eos_token_id]
-        )
+        """The text of a request's records, without the token that ended it."""
+        return self._tokenizer.decode([token_id for each in records if (token_id := self.text_token(each)) is not None])
+
+    def text_token(self, record: RequestOutput) -> int | None:
+        """The token of a record that belongs to the text: neither the end token nor the stop token that ended the answer."""
+        is_end = record.finish_reason == FinishReason.STOP or record.token_id == self.config.eos_token_id
+        return None if is_end else record.token_id
 
     def _running(self) -> EngineCore:
         if self._core is None:
@@ -208,39 +215,6 @@ class LLM:
         for request_id in request_ids:
             del self._boxes[request_id]
 
-    def _prompts(
-        self,
-        prompts: str | Sequence[str] | None,
-        prompt_token_ids: Sequence[Iterable[int]] | None,
-        multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None,
-    ) -> list[Prompt]:
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        if texts is None and prompt_token_ids is None:
-            raise RequestError("neither prompts nor prompt_token_ids was given; give one of them")
-        if texts is not None and prompt_token_ids is not None and len(texts) != len(prompt_token_ids):
-            raise RequestError(
-                f"{len(texts)} prompts and {len(prompt_token_ids)} prompt_token_ids were given; give equally many, or one of them"
-            )
-        count = len(prompt_token_ids or texts or ())
-        extras = [multi_modal_data] if isinstance(multi_modal_data, Mapping) else multi_modal_data
-        if extras is None:
-            extras = [None] * count
-        if len(extras) != count:
-            raise RequestError(f"{len(extras)} multi_modal_data for {count} prompts were given; give one per prompt, or none")
-        ready = []
-        for number, extra in enumerate(extras):
-            try:
-                images = image_files(extra)
-                if prompt_token_ids is not None:
-                    ids = checked_ids(prompt_token_ids[number], self.config)
-                else:
-                    assert texts is not None, "one of the two was given"
-                    ids = text_ids(texts[number], self._tokenizer, with_images=bool(images))
-                ready.append(build_prompt(ids, images, self.config))
-            except RequestError as error:
-                raise type(error)(f"prompt {number}: {error}") from error
-        return ready
-
 
 def _by_sample(records: Iterable[RequestOutput], num_samples: int) -> list[list[RequestOutput]]:
     """Records of each answer."""
@@ -248,11 +222,3 @@ def _by_sample(records: Iterable[RequestOutput], num_samples: int) -> list[list[
     for record in records:
         answers[record.sample_idx].append(record)
     return answers
-
-
-def _one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise RequestError(f"{len(given)} sampling_params for {count} prompts were given; give one for all or one per prompt")
-    return list(given)

@@ -6,20 +6,19 @@ For those who bring their own loop; :class:`deepinfer.LLM` is simpler and :class
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.loader import Loaded, load
 from deepinfer.engine.observer import Observer
-from deepinfer.engine.prompt import MultiModalData, build_prompt, checked_ids, image_files
-from deepinfer.errors import ConfigError, RequestError
+from deepinfer.engine.prompt import MultiModalData, PromptReader
+from deepinfer.errors import ConfigError, RequestError, shown
 from deepinfer.metrics import Snapshot
-from deepinfer.request import Request, RequestOutput, SamplingParams
+from deepinfer.request import Request, RequestOutput, SamplingParams, as_flag, as_names, as_number, as_text, as_whole_numbers
 from deepinfer.scheduler.scheduler import SchedulerStats
 from deepinfer.tokenizer import Tokenizer
 
@@ -44,6 +43,7 @@ class LLMEngine:
         self.args = args
         self.config = loaded.config
         self._tokenizer = loaded.tokenizer
+        self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
         self._open: EngineCore | None = loaded.core
         self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
 
@@ -77,8 +77,10 @@ class LLMEngine:
         Args:
             user_id: whose it is, for the log; all users are equal.
             request_id: unique among unfinished requests.
-            prompt_token_ids: one image placeholder an image.
-            multi_modal_data: ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes`` (width, height).
+            sampling_params: how to sample; without a seed the request draws its own.
+            prompt_token_ids: one image placeholder an image; a list or an array.
+            multi_modal_data: ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes``, the (width, height) that
+                each picture must have.
             arrival_time: when it came, in seconds since the epoch; now if not given.
             extra: must be empty.
             enqueue: must be True.
@@ -88,32 +90,40 @@ class LLMEngine:
             Whether the request was taken: one with a token id outside the vocabulary is dropped, with a warning in the log.
 
         Raises:
-            RequestError: the request cannot be served.
+            RequestError: the request cannot be served; nothing was taken in.
+            ContextTooLong: the prompt is too long.
         """
         core = self._core()
-        if extra:
-            raise RequestError(f"extra={dict(extra)!r} means nothing to this engine; leave it out")
-        if not enqueue:
-            raise RequestError("enqueue=False leaves a request to another engine, which this version cannot; leave it out")
-        ids = list(prompt_token_ids)
-        outside = [each for each in ids if isinstance(each, int | np.integer) and not 0 <= each < self.config.vocab_size]
-        if outside:
-            logger.warning(
-                "request %s of user %s is dropped: token id %d is outside the vocabulary of %d",
-                request_id,
-                user_id,
-                outside[0],
-                self.config.vocab_size,
-            )
-            return False
         try:
-            prompt = build_prompt(checked_ids(ids, self.config), image_files(multi_modal_data), self.config)
+            if not isinstance(user_id, int | str):
+                raise RequestError(f"user_id={shown(user_id)} is neither a number nor a string; give one of them")
+            as_text("request_id", request_id)
+            if extra is not None and not (isinstance(extra, Mapping | list | tuple) and not extra):
+                raise RequestError(f"extra={shown(extra)} means nothing to this engine; leave it out")
+            if not as_flag("enqueue", enqueue):
+                raise RequestError("enqueue=False leaves a request to another engine, which this version cannot; leave it out")
+            if arrival_time is not None:
+                most = sys.float_info.max
+                arrival_time = as_number("arrival_time", arrival_time, 0, most, "seconds since the epoch, or leave it out")
+            ids = self._reader.unchecked_ids(prompt_token_ids)
+            outside = next((each for each in ids if not 0 <= each < self.config.vocab_size), None)
+            if outside is not None:
+                logger.warning(
+                    "request %s of user %s is dropped: token id %s is outside the vocabulary of %d",
+                    request_id,
+                    user_id,
+                    shown(outside),
+                    self.config.vocab_size,
+                )
+                return False
+            prompt = self._reader.of_ids(ids, multi_modal_data)
+            checkpoints = () if chunk_checkpoints is None else chunk_checkpoints
             request = Request(
                 request_id=request_id,
                 prompt_token_ids=prompt.token_ids,
                 params=sampling_params,
                 images=prompt.images,
-                checkpoints=tuple(chunk_checkpoints or ()),
+                checkpoints=tuple(as_whole_numbers("chunk_checkpoints", checkpoints, things="positions", low=None)),
             )
             core.add(request, prompt.pictures)
         except RequestError as error:
@@ -128,8 +138,11 @@ class LLMEngine:
 
         Returns:
             How many were there, and how many tokens they had, those of all answers together.
+
+        Raises:
+            RequestError: it is neither an id nor several.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = as_names("request_ids", request_ids)
         counts = self._core().abort(ids)
         self._observer.aborted(ids)
         return counts

@@ -322,6 +322,11 @@ def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_
                 f"banned_token_ids names {token_id}, the vocabulary ends at {config.vocab_size - 1}; "
                 "leave it out (DEEPINFER_DECODE_TOKEN_BLACKLIST)"
             )
+    if len({*args.banned_token_ids, config.image_token_id}) == config.vocab_size:
+        raise ConfigError(
+            f"banned_token_ids names every id of the vocabulary of {config.vocab_size} that an answer may have; leave some out "
+            "(DEEPINFER_DECODE_TOKEN_BLACKLIST)"
+        )
     if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json promises "

@@ -31,14 +31,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine import ipc
 from deepinfer.engine.observer import Observer
-from deepinfer.errors import ConfigError, EngineError, Overloaded, RequestError, StepFailed
+from deepinfer.errors import ConfigError, EngineError, Overloaded, RequestError, StepFailed, reason, shown
 from deepinfer.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -161,6 +163,7 @@ class CoreProcess:
                 max_model_len=self._args.max_model_len,
                 max_num_seqs=self._args.max_num_seqs,
                 max_num_batched_tokens=self._args.max_num_batched_tokens,
+                ignore_len=self._args.ignore_len,
                 vocab_size=self._config.vocab_size,
                 eos_token_id=self._config.eos_token_id,
             )
@@ -257,11 +260,13 @@ class CoreProcess:
     def _add(self, message: ipc.Add, bulk: Sequence[ipc.Frame]) -> None:
         try:
             if self._deadline is not None:
-                raise Overloaded(f"request {message.request_id!r} came while the engine shuts down; send it to another engine")
+                raise Overloaded(
+                    f"request {shown(message.request_id)} came while the engine shuts down; send it to another engine"
+                )
             ids, images = ipc.unpack_ids(bulk[0]), bulk[1:]
             outside = (ids < 0) | (ids >= self._config.vocab_size) | (ids == self._config.image_token_id)
             if not images and not outside.any():
-                self._enter(message, tuple(ids.tolist()))
+                self._enter(message, ids)
                 return
         except (RequestError, Overloaded) as error:
             self._refuse(message.number, error)
@@ -288,11 +293,15 @@ class CoreProcess:
             self._refuse(number, error)
 
     def _enter(
-        self, message: ipc.Add, token_ids: tuple[int, ...], pictures: Sequence[Picture] = (), images: Mapping[int, bytes] = _NONE
+        self,
+        message: ipc.Add,
+        token_ids: tuple[int, ...] | npt.NDArray[np.int32],
+        pictures: Sequence[Picture] = (),
+        images: Mapping[int, bytes] = _NONE,
     ) -> None:
         request = Request(
             request_id=message.request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=cast("tuple[int, ...]", token_ids),  # which the request makes of an array
             params=SamplingParams(**message.params),
             priority=message.priority,
             salt=message.salt,
@@ -327,7 +336,9 @@ def _prepare(token_ids: list[int], images: Sequence[ipc.Frame], config: ModelCon
         raise
     except Exception as error:
         logger.exception("an image could not be prepared")
-        raise RequestError(f"an image could not be prepared ({type(error).__name__}: {error}); send another file") from error
+        raise RequestError(
+            f"an image could not be prepared ({type(error).__name__}: {reason(error)}); send another file"
+        ) from error
 
 
 def command(endpoint: str, lifeline_fd: int, args: EngineArgs, *, progress: bool) -> list[str]:

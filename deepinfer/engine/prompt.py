@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from deepinfer.config import ModelConfig
-from deepinfer.errors import RequestError
+from deepinfer.config import EngineArgs, ModelConfig
+from deepinfer.errors import ContextTooLong, RequestError, shown
 from deepinfer.executor.worker import Picture
 from deepinfer.images import load_image, plan_image, prepare_pixels
-from deepinfer.request import SamplingParams
+from deepinfer.request import SamplingParams, as_bytes, as_whole, as_whole_numbers, is_list
 from deepinfer.tokenizer import IMAGE, Tokenizer
 
 MultiModalData = Mapping[str, Any]
@@ -35,66 +33,213 @@ class Prompt:
     images: Mapping[int, bytes] = field(default_factory=dict)
 
 
-def text_ids(text: str, tokenizer: Tokenizer, *, with_images: bool) -> list[int]:
-    """Ids of a text prompt, begin token first; ``with_images`` makes the placeholder's spelling a placeholder."""
-    if not isinstance(text, str):
-        raise RequestError(f"a prompt of type {type(text).__name__} was given; prompts are strings, ids go to prompt_token_ids")
-    ids = [tokenizer.bos_id]
-    for number, part in enumerate(text.split(IMAGE) if with_images else [text]):
-        if number:
-            ids.append(tokenizer.special(IMAGE))
-        ids += tokenizer.encode(part)
-    return ids
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFiles:
+    """The pictures that came with one prompt.
+
+    Attributes:
+        files: encoded, in the order of the placeholders.
+        sizes: (width, height) that the caller says each has, or None.
+    """
+
+    files: tuple[bytes, ...] = ()
+    sizes: tuple[tuple[int, int], ...] | None = None
 
 
-def checked_ids(given: Iterable[Any], config: ModelConfig) -> list[int]:
-    """Token ids as plain integers, each inside the vocabulary."""
-    if isinstance(given, str | bytes):
-        raise RequestError("token ids were given as text; text goes to prompts")
-    ids = []
-    for position, each in enumerate(given):
-        if isinstance(each, bool) or not isinstance(each, int | np.integer):
-            raise RequestError(f"token id {each!r} at position {position} is not a whole number; give ids as integers")
-        if not 0 <= each < config.vocab_size:
+class PromptReader:
+    """Makes prompts of what callers of an engine give.  Whatever it raises, nothing was taken in.
+
+    A prompt that is too long is refused before anything looks at it: text before it is tokenised, pictures before they are
+    decoded.
+    """
+
+    def __init__(self, args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        """Read prompts for an engine of these settings."""
+        self._args = args
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def prompts(self, texts: object, prompt_token_ids: object, multi_modal_data: object) -> list[Prompt]:
+        """Prompts of a batch.
+
+        Args:
+            texts: one text or several, or None.
+            prompt_token_ids: ids of each prompt, which win over texts, or None.
+            multi_modal_data: of the prompt, or of each, or None.
+
+        Raises:
+            RequestError: something cannot be used; names the prompt by number.
+            ContextTooLong: a prompt is too long.
+        """
+        given = None if texts is None else [texts] if isinstance(texts, str) else _several("prompts", texts, "strings")
+        ids = None if prompt_token_ids is None else _several("prompt_token_ids", prompt_token_ids, "lists of token ids")
+        if given is None and ids is None:
+            raise RequestError("neither prompts nor prompt_token_ids was given; give one of them")
+        if given is not None and ids is not None and len(given) != len(ids):
             raise RequestError(
-                f"token id {each} at position {position} is outside the vocabulary of {config.vocab_size}; send ids below that"
+                f"{len(given)} prompts and {len(ids)} prompt_token_ids were given; give equally many, or one of them"
             )
-        ids.append(int(each))
+        count = len(given if ids is None else ids)  # type: ignore[arg-type]
+        extras = self._extras(multi_modal_data, count)
+        ready = []
+        for number, extra in enumerate(extras):
+            try:
+                if ids is not None:
+                    ready.append(self.of_ids(ids[number], extra))
+                elif given is not None:
+                    ready.append(self.of_text(given[number], extra))
+            except RequestError as error:
+                raise type(error)(f"prompt {number}: {error}") from error
+        return ready
+
+    def of_ids(self, given: object, multi_modal_data: object = None) -> Prompt:
+        """A prompt of token ids, one placeholder an image."""
+        images = image_files(multi_modal_data)
+        return build_prompt(self.ids(given), images.files, self._config, sizes=images.sizes)
+
+    def of_text(self, given: object, multi_modal_data: object = None) -> Prompt:
+        """A prompt of text; where images come with it, the placeholder's spelling is a placeholder."""
+        images = image_files(multi_modal_data)
+        ids = self.text_ids(given, with_images=bool(images.files))
+        return build_prompt(ids, images.files, self._config, sizes=images.sizes)
+
+    def ids(self, given: object) -> list[int]:
+        """Token ids as plain integers, each inside the vocabulary and together inside the context limit."""
+        return checked_ids(self.unchecked_ids(given), self._config)
+
+    def unchecked_ids(self, given: object) -> list[int]:
+        """Plain integers, of which only the number is checked."""
+        if isinstance(given, str | bytes):
+            raise RequestError("token ids were given as text; text goes to prompts, and token ids are integers")
+        if isinstance(given, list | tuple):
+            self.check_length(len(given))
+        # Of something without a length no more is taken than the engine can use.
+        ids = as_whole_numbers("prompt_token_ids", given, things="token ids", low=None, at_most=self._args.max_model_len)
+        self.check_length(len(ids))
+        return ids
+
+    def text_ids(self, given: object, *, with_images: bool = False) -> list[int]:
+        """Ids of a text prompt, begin token first; ``with_images`` makes the placeholder's spelling a placeholder."""
+        if not isinstance(given, str):
+            raise RequestError(
+                f"a prompt of type {type(given).__name__} was given; prompts are strings, ids go to prompt_token_ids"
+            )
+        tokenizer = self._tokenizer
+        parts = given.split(IMAGE) if with_images else [given]
+        least = len(parts) + sum(map(tokenizer.least_tokens, parts))
+        if least >= self._args.max_model_len:
+            self.check_length(least, f"text of {len(given)} characters, which is at least {least} tokens,")
+        ids = [tokenizer.bos_id]
+        for number, part in enumerate(parts):
+            if number:
+                ids.append(tokenizer.special(IMAGE))
+            ids += tokenizer.encode(str(part))
+        self.check_length(len(ids))
+        return ids
+
+    def check_length(self, num_tokens: int, what: str = "") -> None:
+        """Refuse a prompt that has at least ``num_tokens`` tokens, and that a message calls ``what``.
+
+        Raises:
+            ContextTooLong: it has more than the engine can use.
+        """
+        args, what = self._args, what or f"prompt of {num_tokens} tokens"
+        if num_tokens >= args.ignore_len:
+            raise ContextTooLong(
+                f"{what} is not looked at, because ignore_len={args.ignore_len}; shorten the prompt or raise ignore_len"
+            )
+        if num_tokens >= args.max_model_len:
+            raise ContextTooLong(
+                f"{what} leaves no room for output in the context limit of {args.max_model_len}; "
+                "shorten the prompt or raise max_model_len"
+            )
+
+    @staticmethod
+    def _extras(given: object, count: int) -> Sequence[object]:
+        if given is None:
+            return [None] * count
+        extras = [given] if isinstance(given, Mapping) else _several("multi_modal_data", given, "mappings")
+        if len(extras) != count:
+            raise RequestError(f"{len(extras)} multi_modal_data for {count} prompts were given; give one per prompt, or none")
+        return extras
+
+
+def params_for_each(given: object, count: int) -> list[SamplingParams]:
+    """Sampling parameters of ``count`` prompts: one for all, or one for each.
+
+    Raises:
+        RequestError: they are something else.
+    """
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    each = _several("sampling_params", given, "SamplingParams")
+    if len(each) != count:
+        raise RequestError(f"{len(each)} sampling_params for {count} prompts were given; give one for all or one per prompt")
+    for number, params in enumerate(each):
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params {number} of type {type(params).__name__} was given; make SamplingParams of it")
+    return each
+
+
+def _several(name: str, given: object, things: str) -> list[Any]:
+    """What a caller gave for several prompts, in order."""
+    if not is_list(given) or isinstance(given, Set):  # which has no order
+        raise RequestError(f"{name} of type {type(given).__name__} was given; give a list of {things}")
+    several = list(given)
+    if name == "prompt_token_ids" and several and all(as_whole(each) is not None for each in several):
+        raise RequestError(
+            f"prompt_token_ids is one list that begins with {shown(several[0])}; give a list of lists, one for each prompt"
+        )
+    return several
+
+
+def checked_ids(given: object, config: ModelConfig) -> list[int]:
+    """Token ids as plain integers, each inside the vocabulary."""
+    ids = as_whole_numbers("prompt_token_ids", given, things="token ids", low=None)
+    if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+        at, wrong = next((at, each) for at, each in enumerate(ids) if not 0 <= each < config.vocab_size)
+        raise RequestError(
+            f"token id {shown(wrong)} at position {at} is outside the vocabulary of {config.vocab_size}; send ids below that"
+        )
     return ids
 
 
-def check_params(params: SamplingParams, config: ModelConfig) -> None:
+def check_params(params: SamplingParams, config: ModelConfig, *, banned: Iterable[int] = ()) -> None:
     """Refuse token ids in sampling parameters that an answer of this model cannot have.
+
+    Args:
+        banned: tokens that the engine gives to nobody.
 
     Raises:
         RequestError: says which parameter and which id.
     """
-    named: dict[str, Iterable[int]] = {
-        "logit_bias": (token_id for token_id, _ in params.bias_pairs),
-        "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "banned_token_ids": params.banned_token_ids,
-        "golden_token_ids": params.golden_token_ids or (),
-    }
-    for name, ids in named.items():
-        for each in ids:
-            if each >= config.vocab_size:
-                raise RequestError(f"{name} has {each}, outside the vocabulary of {config.vocab_size}; use ids below that")
+    params.check_vocabulary(config.vocab_size)
     if config.image_token_id in (params.golden_token_ids or ()):
         raise RequestError(f"golden_token_ids has {config.image_token_id}, which stands for pictures; answers have none")
-    allowed = range(config.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-    if params.has_token_mask and not set(allowed) - set(params.banned_token_ids) - {config.image_token_id}:
-        raise RequestError("allowed_token_ids and banned_token_ids leave no token that an answer may have; allow more")
+    if params.has_token_mask:
+        ruled_out = {config.image_token_id, *banned, *params.banned_token_ids}
+        allowed = params.allowed_token_ids
+        if len(ruled_out) == config.vocab_size if allowed is None else ruled_out.issuperset(allowed):
+            raise RequestError(
+                "allowed_token_ids, banned_token_ids and what the engine bans leave no token that an answer may have; allow more"
+            )
 
 
-def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: ModelConfig) -> Prompt:
+def build_prompt(
+    token_ids: Sequence[int],
+    images: Sequence[bytes],
+    config: ModelConfig,
+    *,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> Prompt:
     """Expand image placeholders and prepare the pixels.
 
     Args:
         token_ids: one placeholder an image.
         images: encoded files, in the order of the placeholders.
+        sizes: (width, height) that each must have, or None.
     """
-    placeholders = sum(each == config.image_token_id for each in token_ids)
+    placeholders = token_ids.count(config.image_token_id)
     if placeholders != len(images):
         raise RequestError(
             f"the prompt has {placeholders} image placeholder(s) and {len(images)} image(s) came with it; give equally many"
@@ -106,12 +251,17 @@ def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: Mode
     pictures: list[Picture] = []
     ids: list[int] = []
     hashes: dict[int, bytes] = {}
-    remaining = iter(images)
     for each in token_ids:
         if each != config.image_token_id:
             ids.append(each)
             continue
-        image = load_image(next(remaining))
+        number = len(pictures)
+        image = load_image(images[number])
+        if sizes is not None and sizes[number] != image.size:
+            raise RequestError(
+                f"image_sizes has {sizes[number][0]} x {sizes[number][1]} for image {number}, which has {image.width} x "
+                f"{image.height} pixels; give its width and height, or leave image_sizes out"
+            )
         plan = plan_image(*image.size, config.vision)
         pixels = prepare_pixels(image, plan)
         pictures.append(Picture(plan=plan, pixels=pixels))
@@ -120,19 +270,33 @@ def build_prompt(token_ids: Sequence[int], images: Sequence[bytes], config: Mode
     return Prompt(token_ids=tuple(ids), pictures=tuple(pictures), images=hashes)
 
 
-def image_files(extra: MultiModalData | None) -> list[bytes]:
+def image_files(extra: object) -> ImageFiles:
     """The encoded images of one prompt's multi-modal data.
 
     Raises:
         RequestError: it holds something else.
     """
     if extra is None:
-        return []
-    unknown = sorted(set(extra) - {"image_bytes", "image_sizes"})
+        return ImageFiles()
+    if not isinstance(extra, Mapping):
+        raise RequestError(f"multi_modal_data of type {type(extra).__name__} was given; give a mapping with image_bytes")
+    unknown = sorted(shown(each).strip("'") for each in extra if each not in ("image_bytes", "image_sizes"))
     if unknown:
-        raise RequestError(f"multi_modal_data has {', '.join(unknown)}; known are image_bytes and image_sizes")
-    images = list(extra.get("image_bytes") or [])
-    sizes = extra.get("image_sizes")
-    if sizes is not None and len(sizes) != len(images):
-        raise RequestError(f"{len(sizes)} image_sizes came with {len(images)} image_bytes; give one size per image, or none")
-    return images
+        raise RequestError(f"multi_modal_data has {', '.join(unknown[:5])}; known are image_bytes and image_sizes")
+    given, sizes = extra.get("image_bytes"), extra.get("image_sizes")
+    files = (
+        () if given is None else tuple(as_bytes("an image", each) for each in _several("image_bytes", given, "files' contents"))
+    )
+    if sizes is None:
+        return ImageFiles(files=files)
+    pairs = tuple(_pair(each) for each in _several("image_sizes", sizes, "pairs of width and height"))
+    if len(pairs) != len(files):
+        raise RequestError(f"{len(pairs)} image_sizes came with {len(files)} image_bytes; give one size per image, or none")
+    return ImageFiles(files=files, sizes=pairs)
+
+
+def _pair(given: object) -> tuple[int, int]:
+    pair = as_whole_numbers("image_sizes", given, things="widths and heights", low=1, at_most=3)
+    if len(pair) != 2:
+        raise RequestError(f"image_sizes has an entry of {len(pair)} numbers; give the width and the height of each picture")
+    return pair[0], pair[1]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.request import Request, RequestOutput
 
 SEPARATOR: Final = "\0"
@@ -31,18 +31,17 @@ class Samples:
         return request_id in self._open
 
     def split(self, request: Request) -> list[Request]:
-        """One request for each answer; the request itself if it wants only one.
+        """One request for each answer of one with a seed; the request itself if it wants only one.
 
         Raises:
             RequestError: its id cannot be told from the id of an answer.
         """
         if SEPARATOR in request.request_id:
-            raise RequestError(f"request id {request.request_id!r} has a zero character; choose another")
+            raise RequestError(f"request id {shown(request.request_id)} has a zero character; choose another")
         if request.params.n == 1:
             return [request]
         return [
-            replace(request, request_id=f"{request.request_id}{SEPARATOR}{i}", params=request.params.with_sample(i))
-            for i in range(request.params.n)
+            request.sample(sample_idx, f"{request.request_id}{SEPARATOR}{sample_idx}") for sample_idx in range(request.params.n)
         ]
 
     def enter(self, request: Request, parts: Iterable[Request]) -> None:

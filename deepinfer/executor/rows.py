@@ -51,7 +51,8 @@ class RowTable:
             self.draft_logits = torch.zeros(num_slots, num_drafts, draft_vocab, dtype=draft_dtype, device=device)
 
     def write(self, slot: int, params: SamplingParams, num_tokens_max: int) -> None:
-        """Give ``slot`` to a request that nothing was decided for yet."""
+        """Give ``slot`` to a request that nothing was decided for yet, and whose parameters have a seed."""
+        assert params.seq_seed is not None, "a request got its seed when it was taken in"
         reals = torch.tensor([params.temperature, params.top_p, params.min_p], dtype=torch.float32)
         integers = torch.tensor([params.top_k, signed(params.seq_seed), num_tokens_max, int(not params.ignore_eos)])
         self._reals[slot] = to_device(reals, self._device)

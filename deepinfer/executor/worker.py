@@ -74,6 +74,7 @@ class Worker:
         layout: of the caches.
         num_pages, num_slots: of the caches, including page 0 and slot 0.
         team: threads of a step on a CPU.
+        banned_token_ids: tokens that no answer has, unless it is forced to.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Worker:
         self.layout = layout
         self.num_pages = num_pages
         self.num_slots = num_slots
+        self.banned_token_ids = tuple(banned_token_ids)
         self.replay_mode: ReplayMode = replay_mode
         self._guard_syncs = guard_syncs and model.device.type == "cuda"
         if self._guard_syncs:

@@ -17,7 +17,7 @@ from itertools import compress
 
 import numpy as np
 
-from deepinfer.errors import ContextTooLong, RequestError
+from deepinfer.errors import ContextTooLong, RequestError, shown
 from deepinfer.kv.manager import NO_HIT, Holding, KVManager
 from deepinfer.request import FinishReason, Request, RequestOutput
 from deepinfer.scheduler import policy
@@ -167,7 +167,7 @@ class Scheduler:
             is_schedulable: False makes it wait for :meth:`set_schedulable`.
 
         Raises:
-            RequestError: empty prompt or id, an id already in use, checkpoints that are none, or a need that can never be met.
+            RequestError: an id already in use, checkpoints that are none, or a need that can never be met.
             ContextTooLong: the prompt leaves no room for a token, or does not fit into a step and may not be cut.
         """
         self._check_request(request)
@@ -191,7 +191,7 @@ class Scheduler:
         """
         parent = self._rows.get(request_id)
         if parent is None:
-            raise RequestError(f"request {request_id!r} is not there to be forked; it has ended, or the id is wrong")
+            raise RequestError(f"request {shown(request_id)} is not there to be forked; it has ended, or the id is wrong")
         self._check_request(request)
         if request.salt != parent.request.salt:
             raise RequestError("a fork of another tenant's request was asked for; use the salt of the request that is forked")
@@ -200,12 +200,12 @@ class Scheduler:
         differing = np.flatnonzero(row.token_ids[:shared] != parent.token_ids[:shared])
         if len(differing):
             raise RequestError(
-                f"the prompt of the fork differs from the tokens of request {request_id!r} at position {differing[0]}; "
+                f"the prompt of the fork differs from the tokens of request {shown(request_id)} at position {differing[0]}; "
                 "start it with the tokens of that request"
             )
         theirs = {at: content for at, content in parent.request.images.items() if at < shared}
         if theirs != {at: content for at, content in request.images.items() if at < shared}:
-            raise RequestError(f"the fork has other pictures than request {request_id!r}; give it the same ones")
+            raise RequestError(f"the fork has other pictures than request {shown(request_id)}; give it the same ones")
         row.parent = (parent, parent.generation)
         self._rows[request.request_id] = self._branches[request.request_id] = row
 
@@ -268,12 +268,8 @@ class Scheduler:
 
     def _check_request(self, request: Request) -> None:
         num_prompt, limits = len(request.prompt_token_ids), self.limits
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token")
-        if not request.request_id:
-            raise RequestError("the request id is empty; choose another")
         if request.request_id in self._rows:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
+            raise RequestError(f"request id {shown(request.request_id)} is in use; choose another")
         if num_prompt >= limits.max_model_len:
             raise ContextTooLong(
                 f"prompt of {num_prompt} tokens leaves no room for output in the context limit of {limits.max_model_len}; "
@@ -681,7 +677,7 @@ class Scheduler:
             row.token_ids[row.num_tokens] = token_id
             row.num_tokens += 1
             reason = None
-            if (token_id == eos_token_id and not params.ignore_eos) or token_id in params.stop_token_ids:
+            if (token_id == eos_token_id and not params.ignore_eos) or token_id in row.stop_token_ids:
                 reason = FinishReason.STOP
             elif row.num_tokens == row.num_tokens_max:
                 reason = FinishReason.LENGTH

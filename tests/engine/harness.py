@@ -40,6 +40,7 @@ def build(
     draft_budget=None,
     drafter=lambda network: Drafter(network, weights("golden")),
     tiers=None,
+    banned_token_ids=(),
 ):
     """An engine; the production regime unless ``exact``."""
     network = model("golden", device, exact=exact)
@@ -68,6 +69,7 @@ def build(
         draft_mode=draft_mode,
         replay_mode=replay_mode,
         tiers=tiers,
+        banned_token_ids=banned_token_ids,
     )
     limits = Limits(
         max_model_len=max_model_len,

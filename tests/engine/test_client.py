@@ -180,6 +180,15 @@ def test_images_cross_the_border(llm, nano, run):
     assert [run(tokens(nano, "picture", ids, greedy(), images))] == expected
 
 
+def test_without_a_seed_every_request_draws_its_own_and_with_one_text_repeats(nano, run):
+    async def six(params):
+        return await asyncio.gather(*(tokens(nano, f"seed {n}", [0, 5, 6], params) for n in range(6)))
+
+    shared = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert len({tuple(each) for each in run(six(shared))}) == 6
+    assert len({tuple(each) for each in run(six(replace(shared, seq_seed=3)))}) == 1
+
+
 def test_closing_an_iterator_ends_its_request_and_gives_everything_back(nano, run):
     async def stop_early():
         stream = nano.generate("early", [0, 5, 6], greedy(200))

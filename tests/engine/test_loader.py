@@ -23,6 +23,10 @@ SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 6
             r"\(DEEPINFER_USE_NEXTN_DECODE\)",
         ),
         ({"banned_token_ids": (3, 100_000)}, "banned_token_ids names 100000, the vocabulary ends at .*; leave it out"),
+        (
+            {"banned_token_ids": (*range(270), 271)},
+            "banned_token_ids names every id of the vocabulary of 272 that an answer may have",
+        ),
         ({"num_drafts": 5, "max_backtracking_tokens": 5}, "cannot take back num_drafts=5 drafts and the token before them"),
         (
             {"decoder_replay": "compact", "decoder_replay_keep_tokens": 133},
