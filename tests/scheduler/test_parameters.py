@@ -1,5 +1,7 @@
 """Parameters of a request that change what is planned for it, or when it ends."""
 
+import time
+
 import pytest
 
 from deepinfer.request import FinishReason, Request, SamplingParams
@@ -43,6 +45,15 @@ def test_stop_token_ends_a_request_wherever_in_a_round_it_stands(offset, ignore_
     assert [each.token_id for each in outputs] == [WORD] * offset + [STOP]
     assert outputs[-1].finish_reason == FinishReason.STOP
     assert world.scheduler.is_idle
+
+
+def test_a_long_stop_list_costs_a_token_nothing():
+    world = World(num_drafts=5)
+    add(world, words(3, first=30), max_tokens=60, stop_token_ids=range(1000, 10**6), ignore_eos=True)
+    begin = time.process_time()
+    world.drain()
+    assert len(world.outputs["a"]) == 60
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(("ignore_eos", "count"), [(False, 2), (True, 4)])
