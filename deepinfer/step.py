@@ -73,6 +73,11 @@ class Chunk:
         """Whether the token behind the chunk is sampled."""
         return self.num_logits > self.num_targets
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the token behind the chunk is known after the step, so that drafts can follow it."""
+        return self.samples or self.anchor_id is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:

@@ -32,10 +32,12 @@ class Pending:
         """Wait for the step.
 
         Raises:
-            StepFailed: the step broke; its results and the caches are void.
+            StepFailed: the step broke, or its results are not numbers; they and the caches are void.
         """
         try:
             return self._launched.result().result()
+        except StepFailed:
+            raise
         except Exception as error:
             raise StepFailed(f"a step failed ({type(error).__name__}: {reason(error)}); restart the engine") from error
 

@@ -1,18 +1,26 @@
-"""What a step decided, on its way to the host: copied without waiting, read when somebody needs it."""
+"""What a step decided, on its way to the host: copied without waiting, read when somebody needs it.
+
+Invariant: no token leaves this module that was chosen among numbers that are none.  Log-probabilities and confidences are NaN
+where the logits behind them are not finite; the host, which gets them anyway, looks for NaN before it hands anything on.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.errors import StepFailed
 from deepinfer.executor.speculate import Decided
 from deepinfer.request import SamplingParams
 from deepinfer.step import Sampled, StepResult
+
+_MOST_NAMED = 3
+"""Requests that an error names."""
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -59,6 +67,7 @@ class Launched:
         decided: copies on the host, complete once ``stopwatch`` has stopped; None if nothing was decided.
         prompt_logprobs: request id -> [num_targets] copies on the host.
         confidences: [num_drafting, num_drafts] copy on the host, or None.
+        drafting_ids: of the requests in ``confidences``.
         stopwatch: of the step.
         num_padding_rows: as in the result.
     """
@@ -68,12 +77,18 @@ class Launched:
     decided: Decided | None
     prompt_logprobs: Mapping[str, Tensor]
     confidences: Tensor | None
+    drafting_ids: Sequence[str]
     stopwatch: Stopwatch
     num_padding_rows: int
 
     def result(self) -> StepResult:
-        """Wait for the step and read what it did."""
+        """Wait for the step and read what it did.
+
+        Raises:
+            StepFailed: something that it brought is not a number.
+        """
         duration_ms = self.stopwatch.wait_ms()
+        self._check()
         sampled = {}
         if self.decided is not None:
             decided = self.decided
@@ -107,6 +122,35 @@ class Launched:
             duration_ms=duration_ms,
             num_padding_rows=self.num_padding_rows,
         )
+
+    def _check(self) -> None:
+        """Raise :class:`StepFailed` if a token, a prompt's log-probability or a draft comes from logits that are not numbers."""
+        for what, names in self._not_numbers():
+            # The id of an answer is its request's, a zero character and a number.
+            callers = list(dict.fromkeys(name.partition("\0")[0] for name in names))
+            more = f" and {len(callers) - _MOST_NAMED} more" if len(callers) > _MOST_NAMED else ""
+            raise StepFailed(
+                f"{what} of {', '.join(map(repr, callers[:_MOST_NAMED]))}{more} are not finite numbers, so that no token can be "
+                "trusted; the weights may be damaged: check the checkpoint's files and start another engine"
+            )
+
+    def _not_numbers(self) -> Iterator[tuple[str, list[str]]]:
+        """What is NaN, and whose, one kind of results after the other."""
+        if self.decided is not None:
+            decided = self.decided
+            is_emitted = torch.arange(decided.logprobs.shape[1]) <= decided.num_accepted.unsqueeze(1)
+            yield from _named("logits", self.request_ids, (decided.logprobs.isnan() & is_emitted).any(1))
+        if self.prompt_logprobs:
+            is_nan = torch.stack([values.isnan().any() for values in self.prompt_logprobs.values()])
+            yield from _named("logits of the prompt", list(self.prompt_logprobs), is_nan)
+        if self.confidences is not None:
+            yield from _named("drafts", self.drafting_ids, self.confidences.isnan().any(1))
+
+
+def _named(what: str, names: Sequence[str], is_nan: Tensor) -> Iterator[tuple[str, list[str]]]:
+    """``what`` with those of ``names`` where ``is_nan`` [num_names] bool; nothing if there are none."""
+    if is_nan.any():
+        yield what, [name for name, is_bad in zip(names, is_nan.tolist(), strict=True) if is_bad]
 
 
 def on_host(decided: Decided, num_requests: int) -> Decided:

@@ -27,8 +27,8 @@ from deepinfer.model.inputs import LayerInputs
 from deepinfer.ops.quant import to_device
 from deepinfer.ops.sampling import (
     RoundRows,
+    finite_logprobs,
     lay_out_rounds,
-    token_logprobs,
     top_logprobs,
     verify,
     verify_coupled,
@@ -45,7 +45,8 @@ class Decided:
         starts: [num_requests] int64 position of each anchor.
         num_drafts, num_accepted: [num_requests] int64, drafts that were verified and that were right.
         token_ids: [num_requests, num_drafts + 1] int64, -1 behind the last token.
-        logprobs: the same shape, of the logits as the model made them; without meaning behind the last token.
+        logprobs: the same shape, of the logits as the model made them, NaN if one of these is not finite; without meaning behind
+            the last token.
         top_ids, top_logprobs: [num_requests, num_drafts + 1, k] best tokens, the same.
         confidences: [num_requests, num_drafts] fp32 of the drafts that were verified.
     """
@@ -204,7 +205,7 @@ class Speculator:
             num_drafts=lens,
             num_accepted=num_accepted,
             token_ids=token_ids,
-            logprobs=token_logprobs(logits, token_ids[owners, offsets])[own],
+            logprobs=finite_logprobs(logits, token_ids[owners, offsets])[own],
             top_ids=top_ids,
             top_logprobs=top_values,
             confidences=confidences,
@@ -228,7 +229,8 @@ class Speculator:
             recurs: whether the numbers of requests and rows will come again, so that a graph pays.
 
         Returns:
-            [num_drafting, num_drafts] fp32 confidences, in the order that a result has them; None without drafts.
+            [num_drafting, num_drafts] fp32 confidences, in the order that a result has them, NaN where a draft's logits are not
+            finite; None without drafts.
         """
         table = self._table
         primed = [chunk for chunk in plan.chunks if chunk.anchor_id is not None]
@@ -246,7 +248,7 @@ class Speculator:
             accepted = num_accepted[rounds.owners.clamp_max(len(num_accepted) - 1)]
             first = len(owners) - len(rounds.offsets)
             owners = torch.cat([owners[:first], owners[first:].masked_fill(rounds.offsets > accepted, 0)])
-        drafting: list[Chunk | Round] = [chunk for chunk in plan.chunks if chunk.samples or chunk.anchor_id is not None]
+        drafting: list[Chunk | Round] = [chunk for chunk in plan.chunks if chunk.drafts]
         drafting += plan.rounds
         slots_there = [each.slot for each in drafting]
         floors = [max(each.window_floor, each.decoder_floor) for each in drafting]
@@ -278,6 +280,7 @@ class Speculator:
             self.num_drafts,
             cache,
         )
+        # NaN stays NaN for the host to see; whoever ranks drafts takes it for 0.
         # A request that has ended gets no share of the next step's drafts, though its round is planned already.
         confidences = drafts.confidences.float().masked_fill_(table.has_ended[slots].unsqueeze(1), 0.0)
         table.draft_ids[slots], table.confidences[slots] = drafts.ids, confidences

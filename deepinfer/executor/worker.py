@@ -26,7 +26,7 @@ from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import ReplayMode, StepNumbers
 from deepinfer.model.vision import VisionTower
 from deepinfer.ops.quant import to_device
-from deepinfer.ops.sampling import RoundRows, token_logprobs
+from deepinfer.ops.sampling import RoundRows, finite_logprobs
 from deepinfer.request import SamplingParams
 from deepinfer.step import PLACEHOLDER, StepPlan
 
@@ -207,18 +207,22 @@ class Worker:
         decided = None
         if names:
             decided = self._speculator.decide(sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
+        drafting = [chunk.request_id for chunk in plan.chunks if chunk.drafts] + [
+            each.request_id for each in plan.rounds[:num_real]
+        ]
         confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=recurs)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
         if decided is not None and any(each.save_to for each in plan.rounds):
             self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
         if confidences is not None:
-            confidences = to_host(confidences[: len(confidences) - len(plan.rounds) + num_real])
+            confidences = to_host(confidences[: len(drafting)])
         launched = Launched(
             request_ids=names,
             params=params,
             decided=on_host(decided, len(names)) if decided is not None else None,
             prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
             confidences=confidences,
+            drafting_ids=drafting,
             stopwatch=stopwatch,
             num_padding_rows=num_round_rows - num_rows,
         )
@@ -265,7 +269,7 @@ class Worker:
             if chunk.target_ids is not None and chunk.num_targets:
                 ids = to_device(torch.from_numpy(chunk.target_ids.astype(np.int64)), hidden.device)
                 parts = zip(hidden[first:behind].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True)
-                found[chunk.request_id] = torch.cat([token_logprobs(self.model.logits(rows), wanted) for rows, wanted in parts])
+                found[chunk.request_id] = torch.cat([finite_logprobs(self.model.logits(rows), wanted) for rows, wanted in parts])
             first += chunk.num_logits
             left.append(hidden[behind:first])
         return found, torch.cat([*left, hidden[first:]])

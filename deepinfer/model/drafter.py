@@ -26,7 +26,7 @@ from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
 from deepinfer.ops.attention import Spans
 from deepinfer.ops.quant import PackedWeight, linear_fp8, repack_fp8, round_mxfp8, unpack
-from deepinfer.ops.sampling import SamplingRows, markov_step
+from deepinfer.ops.sampling import SamplingRows, is_finite, markov_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Drafts:
         logits: [num_requests, num_drafts, vocab_size] fp32 (fp64 in the exact regime) what the drafts were drawn from, in mode
             ``sampled``; None in the others, whose verification does not ask.
         confidences: [num_requests, num_drafts] same dtype, in [0, 1]: probability that draft k is accepted given that those
-            before it are.
+            before it are; NaN if a logit that the draft was drawn from is not finite.
     """
 
     ids: Tensor
@@ -164,7 +164,7 @@ class Drafter:
                 temperature,
             )
             ids.append(prev)
-            confidences.append(confidence)
+            confidences.append(torch.where(is_finite(used), confidence, torch.nan))
             if mode == "sampled":
                 logits.append(used)
         return Drafts(

@@ -2,7 +2,8 @@
 
 Compressed entries of a step are addressed by *step rows*: the pages of all requests of the step stand one behind the other in
 ``page_ids``; entry e of a request whose first page stands at f is row f * page_entries + e.  A list of rows is ascending and
-padded with -1.
+padded with -1.  A list that could not be chosen because a score is NaN begins with -2, which reads a NaN: a choice among numbers
+that are none must not look like a choice.
 
 Source: model report, attention section; ``sliding_window``, ``compress_ratios``, ``index_topk``, ``candidate_*``.
 """
@@ -40,6 +41,8 @@ _SCORE_KEYS = 64
 """Shape of every index score product: query rows (token, head) and keys; fixed, for batch invariance."""
 _SCORE_TILES = 1024
 """Most (request, key tile) pairs of one batched index score product."""
+_UNKNOWN = -2
+"""Entry of a list of rows that could not be chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +208,8 @@ class _Scored:
     first_entries: Tensor
 
     def step_rows(self, entries: Tensor) -> Tensor:
-        """Step rows of entry numbers [num_rows, count], -1 staying -1."""
-        return torch.where(entries >= 0, entries + self.first_entries, -1)
+        """Step rows of entry numbers [num_rows, count]; -1 and -2 stay."""
+        return torch.where(entries >= 0, entries + self.first_entries, entries)
 
 
 def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans) -> Iterator[_Scored]:
@@ -336,21 +339,26 @@ def _best(scores: Tensor, count: int) -> Tensor:
         scores: [num_rows, num_columns].
 
     Returns:
-        [num_rows, count] int64.
+        [num_rows, count] int64; -2 in the first column of a row that has a NaN.
     """
     num_rows, num_columns = scores.shape
+    if not num_columns:
+        return torch.full((num_rows, count), -1, device=scores.device)
     finite = scores > -torch.inf
     if num_columns <= count:
-        chosen = finite
+        chosen, largest = finite, scores.amax(1, keepdim=True)
     else:
-        last = torch.topk(scores, count, dim=1).values[:, -1:]
+        values = torch.topk(scores, count, dim=1).values  # a NaN comes first
+        largest, last = values[:, :1], values[:, -1:]
         above = scores > last
         level = (scores == last) & finite
         room = count - above.sum(1, keepdim=True, dtype=torch.int32)
         chosen = above | (level & (level.cumsum(1, dtype=torch.int32) <= room))
     slot = torch.where(chosen, chosen.cumsum(1, dtype=torch.int32) - 1, count).long()
     columns = torch.arange(num_columns, device=scores.device).expand(num_rows, -1)
-    return torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
+    best = torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
+    best[:, :1].masked_fill_(largest.isnan(), _UNKNOWN)
+    return best
 
 
 def _none(q: Tensor, count: int) -> Tensor:
@@ -413,7 +421,8 @@ def index_blocks(
         block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
         newest = (part.visible - 1) // block_size
         is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
-        blocks[part.rows] = _best(block_scores.masked_fill(is_newest, torch.inf), top_blocks)
+        # Without a mark: what cannot be chosen here is marked in ``rows``.
+        blocks[part.rows] = _best(block_scores.masked_fill(is_newest, torch.inf), top_blocks).clamp_min(-1)
     return rows[:-1], blocks[:-1]
 
 
@@ -463,10 +472,11 @@ def _key_table(
 ) -> tuple[Tensor, Tensor]:
     """Every key that a step may read, decoded, and each token's rows in it.
 
-    The last row is zero: list padding (-1) lands there, so that a masked key is a finite zero whatever the caches hold.
+    The last row is zero: list padding (-1) lands there, so that a masked key is a finite zero whatever the caches hold.  The row
+    before it is NaN, for lists that could not be chosen (-2).
 
     Returns:
-        table: [num_keys + 1, head_dim] wide.
+        table: [num_keys + 2, head_dim] wide.
         rows: [num_tokens, num_window_rows (+ top_k)] int64.
     """
     parts = [decode_window(window, head_dim, wide)]
@@ -480,9 +490,9 @@ def _key_table(
             flat = entry_rows.flatten().clamp_min(0)
             parts.append(decode_main(store[page_ids[flat // page_entries], flat % page_entries], head_dim, wide))
             table_rows = torch.arange(flat.shape[0], device=flat.device).view_as(entry_rows)
-        shifted = torch.where(entry_rows >= 0, table_rows + window.shape[0], -1)
+        shifted = torch.where(entry_rows >= 0, table_rows + window.shape[0], entry_rows)
         rows = torch.cat([window_rows, shifted], dim=1)
-    parts.append(parts[0].new_zeros(1, head_dim))
+    parts += [parts[0].new_full((1, head_dim), torch.nan), parts[0].new_zeros(1, head_dim)]
     return torch.cat(parts), rows
 
 
@@ -520,7 +530,7 @@ def sparse_attention(
     num_tokens, _, head_dim = q.shape
     wide = accumulation_dtype(q)
     table, rows = _key_table(window, window_rows, store, page_ids, entry_rows, head_dim, wide)
-    hidden = (rows < 0).unsqueeze(1)
+    hidden = (rows == -1).unsqueeze(1)
     turned = rotate(q, rotation).to(wide)
     sink = sinks.view(1, -1, 1)
     out = torch.empty_like(q)

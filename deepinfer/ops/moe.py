@@ -60,12 +60,15 @@ def route(
         expert_ids: [num_tokens, top_k] int64, best first, equal scores by lower id.
         expert_weights: [num_tokens, top_k] wide.
 
+    A token that no experts can be chosen for, because a score or a bias is NaN, gets NaN for its weights.
+
     Source: score sqrt(softplus(gate x)); weight = scale * score / (sum of chosen + 1e-20).
     """
     scores = torch.sqrt(softplus(linear_bf16(x, gate)))
     steered = scores + torch.where(is_image.unsqueeze(1), bias_image, bias)
-    expert_ids = torch.sort(steered, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    chosen = scores.gather(1, expert_ids)
+    ordered, expert_ids = torch.sort(steered, dim=-1, descending=True, stable=True)  # a NaN comes first
+    expert_ids = expert_ids[:, :top_k]
+    chosen = torch.where(ordered[:, :1].isnan(), torch.nan, scores.gather(1, expert_ids))
     return expert_ids, scale * chosen / (row_sum(chosen) + 1e-20)
 
 

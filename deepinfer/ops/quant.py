@@ -4,11 +4,13 @@ Formats (bit layouts in :func:`pack_fp4` and :func:`pack_fp8`):
 
     E4M3    8-bit float, no infinities, largest 448
     E2M1    4-bit float: sign and {0, .5, 1, 1.5, 2, 3, 4, 6}; two a byte, the even element in the low nibble
-    UE8M0   8-bit power of two, byte b is 2^(b-127)
+    UE8M0   8-bit power of two, byte b is 2^(b-127); byte 255 is not a number
 
 Two numeric regimes share every body.  Production: activations bf16, sums fp32, one rounding at the end.  Exact: activations
 fp64 and nothing is rounded but by the quantisers themselves; golden values are checked in it.  The dtype of the activations
 decides.
+
+Invariant: a block that holds a NaN is decoded to NaN somewhere, in every format: E2M1 has none, so its scale says it.
 
 Invariant: rows are independent, bit for bit.  A result for one row never depends on which rows stand beside it, so batching,
 chunking and padding cannot change anything (docs/decisions/0002).
@@ -208,7 +210,8 @@ def gemm_dtype(device: torch.device) -> torch.dtype:
 def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Decoding tables: ``ue8m0`` [256] powers of two, ``e2m1`` [256, 2] both nibbles of a byte."""
     if name == "ue8m0":
-        values = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64).to(dtype)
+        powers = [2.0 ** (byte - 127) for byte in range(255)]
+        values = torch.tensor([*powers, torch.nan], dtype=torch.float64).to(dtype)
     else:
         signed = _E2M1 + tuple(-value for value in _E2M1)
         values = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=dtype)
@@ -223,10 +226,10 @@ def _ceil_power_of_two(x: Tensor) -> Tensor:
 
 
 def _ue8m0_byte(scale: Tensor) -> Tensor:
-    """UE8M0 bytes [...] of powers of two [..., 1]."""
+    """UE8M0 bytes [...] of powers of two [..., 1]; 255 for a NaN."""
     is_double = scale.dtype == torch.float64
     exponent = (scale.view(torch.int64) >> 52) - (1023 - 127) if is_double else scale.view(torch.int32) >> 23
-    return exponent.to(torch.uint8).squeeze(-1)
+    return exponent.clamp_max(255).to(torch.uint8).squeeze(-1)
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
@@ -287,10 +290,11 @@ def _mxfp8(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E2M1 codes by blocks of 32, and their scales [..., blocks, 1]."""
+    """E2M1 codes by blocks of 32, and their scales [..., blocks, 1]; the scale of a block with a NaN is NaN."""
     blocks = _blocks(x, 32)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
     scale = _ceil_power_of_two(largest / E2M1_MAX)
+    scale = torch.where(largest.isnan(), largest, scale)  # no E2M1 code can say it
     return _to_e2m1(blocks / scale), scale
 
 

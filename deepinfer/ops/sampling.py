@@ -406,6 +406,17 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return _token_logprobs(logits, ids)
 
 
+def is_finite(logits: Tensor) -> Tensor:
+    """[n] bool: whether all of a row's logits [n, vocab] are finite numbers.  Cost: one read."""
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    return torch.isfinite(lowest) & torch.isfinite(highest)
+
+
+def finite_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """:func:`token_logprobs`, NaN in rows with a logit that is not finite: each of their tokens depends on all of them."""
+    return torch.where(is_finite(logits), token_logprobs(logits, ids), torch.nan)
+
+
 # 1e-5: as token_logprobs; the ids are exact.
 @op(tolerance=1e-5)
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
