@@ -8,7 +8,7 @@ from deepinfer.engine.prompt import check_params
 from deepinfer.engine.samples import SEPARATOR, Samples
 from deepinfer.errors import RequestError, shown
 from deepinfer.executor.executor import Executor, Pending
-from deepinfer.executor.worker import Picture
+from deepinfer.executor.pictures import Picture
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import Request, RequestOutput
 from deepinfer.scheduler.budget import DraftBudget

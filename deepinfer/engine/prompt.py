@@ -9,7 +9,7 @@ from typing import Any
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.errors import ContextTooLong, RequestError, shown
-from deepinfer.executor.worker import Picture
+from deepinfer.executor.pictures import Picture
 from deepinfer.images import load_image, plan_image, prepare_pixels
 from deepinfer.request import SamplingParams, as_bytes, as_whole, as_whole_numbers, is_list
 from deepinfer.tokenizer import IMAGE, Tokenizer

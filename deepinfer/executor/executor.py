@@ -14,8 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from deepinfer.errors import StepFailed, reason
+from deepinfer.executor.pictures import Picture
 from deepinfer.executor.sample import Launched
-from deepinfer.executor.worker import Picture, Worker
+from deepinfer.executor.worker import Worker
 from deepinfer.request import SamplingParams
 from deepinfer.step import StepPlan, StepResult
 

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig
 from deepinfer.executor.graphs import Graphs, Tiers
+from deepinfer.executor.pictures import Features, Gallery, Picture
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
 from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.executor.team import Team
-from deepinfer.images import ImagePlan
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
 from deepinfer.model.drafter import Drafter
@@ -35,25 +34,12 @@ _LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One image of a request, ready for the vision tower.
-
-    Attributes:
-        plan: its size in pixels and tokens.
-        pixels: [3, height, width] float32 in [-1, 1].
-    """
-
-    plan: ImagePlan
-    pixels: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
     """What the worker remembers of an unfinished request."""
 
     params: SamplingParams
     num_tokens_max: int
-    image_features: Tensor | None
+    features: Features | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +100,7 @@ class Worker:
         self.config = config
         self.model = model
         self.tower = tower
+        self._gallery = Gallery(tower) if tower is not None else None
         self.layout = layout
         self.num_pages = num_pages
         self.num_slots = num_slots
@@ -154,24 +141,26 @@ class Worker:
 
     @torch.inference_mode()
     def add(self, request_id: str, params: SamplingParams, num_prompt: int, pictures: Sequence[Picture] = ()) -> None:
-        """Remember an unfinished request and encode its pictures.
+        """Remember an unfinished request.
 
         Args:
             num_prompt: tokens of its prompt.
-            pictures: in the order of their spans in the prompt.
+            pictures: in the order of their spans in the prompt; encoded when a chunk first shows them, and once for all requests
+                that are handed the same objects.
         """
         features = None
         if pictures:
-            assert self.tower is not None, "pictures are accepted only with a vision tower"
-            encoded = [self.tower.span(torch.from_numpy(each.pixels), each.plan.tokens_w) for each in pictures]
-            features = torch.cat(encoded)
+            assert self._gallery is not None, "pictures are accepted only with a vision tower"
+            features = self._gallery.take(pictures)
         num_tokens_max = min(num_prompt + params.max_tokens, self._max_model_len)
-        self._known[request_id] = _Known(params=params, num_tokens_max=num_tokens_max, image_features=features)
+        self._known[request_id] = _Known(params=params, num_tokens_max=num_tokens_max, features=features)
         self._rules.add(request_id, params, num_prompt)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; its id may be used again."""
-        del self._known[request_id]
+        features = self._known.pop(request_id).features
+        if features is not None and self._gallery is not None:
+            self._gallery.give_back(features)
         self._rules.remove(request_id)
         self._owners = {slot: owner for slot, owner in self._owners.items() if owner != request_id}
 
@@ -244,7 +233,7 @@ class Worker:
         return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
 
     def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:
-        """Give slots to the requests that begin in them; features of the requests' image positions."""
+        """Give slots to the requests that begin in them; features of the image positions that chunks show, by request."""
         features = {}
         for chunk in plan.chunks:
             if chunk.request_id == PLACEHOLDER:
@@ -255,8 +244,10 @@ class Worker:
                 self._owners[chunk.slot] = chunk.request_id
             if chunk.history_ids is not None:
                 self._rules.start(chunk.request_id, chunk.history_ids)
-            if known.image_features is not None:
-                features[chunk.request_id] = known.image_features
+            if known.features is not None:
+                count = int(np.count_nonzero(chunk.token_ids == self.config.image_token_id))
+                if count:
+                    features[chunk.request_id] = known.features.covering(chunk.num_image_before, count)
         return features
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[str, Tensor], Tensor]:

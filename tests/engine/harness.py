@@ -41,6 +41,7 @@ def build(
     drafter=lambda network: Drafter(network, weights("golden")),
     tiers=None,
     banned_token_ids=(),
+    tower=None,
 ):
     """An engine; the production regime unless ``exact``."""
     network = model("golden", device, exact=exact)
@@ -59,7 +60,7 @@ def build(
     worker = Worker(
         config,
         network,
-        None,
+        tower,
         layout,
         num_pages=num_pages,
         num_slots=num_slots,
