@@ -26,7 +26,7 @@ from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
 from deepinfer.executor.executor import Executor
 from deepinfer.executor.graphs import Tiers
-from deepinfer.executor.worker import Worker
+from deepinfer.executor.worker import Worker, workspace_bytes
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.model.drafter import Drafter
@@ -120,14 +120,36 @@ def _num_slots(args: EngineArgs) -> int:
     return int(args.state_slots_ratio * args.max_num_seqs) + 1
 
 
-def _num_pages(args: EngineArgs, layout: KVLayout, num_slots: int, device: torch.device) -> int:
-    """Pages that the memory budget allows, page 0 included; at most what all requests at full length, and one more, could use."""
+def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slots: int, device: torch.device) -> int:
+    """Pages that the memory budget allows, page 0 included; at most what all requests at full length, and one more, could use.
+
+    The budget is what weights leave of the GPU's share, less what choosing tokens takes (:func:`workspace_bytes`).  On a CPU it
+    is a limit for caches, which the host's other memory stands beside: choosing tokens takes half of it at most.
+
+    Raises:
+        ConfigError: nothing is left for pages, or too little for the longest request.
+    """
+    workspace = workspace_bytes(
+        config.vocab_size,
+        max_num_seqs=args.max_num_seqs,
+        num_drafts=args.num_drafts,
+        num_slots=num_slots,
+        draft_mode=args.draft_sampling,
+    )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - args.gpu_memory_utilization))
     else:
-        budget = _CPU_KV_BYTES
-    affordable = (budget - num_slots * layout.slot_bytes) // layout.page_bytes
+        budget, workspace = _CPU_KV_BYTES, min(workspace, _CPU_KV_BYTES // 2)
+    slots = num_slots * layout.slot_bytes
+    if budget < workspace + slots + layout.page_bytes:
+        raise ConfigError(
+            f"no memory is left for pages: of {budget / 2**30:.1f} GiB behind the weights, choosing tokens takes "
+            f"{workspace / 2**30:.1f} GiB and {num_slots} state slots {slots / 2**30:.1f} GiB; lower "
+            f"max_num_seqs={args.max_num_seqs} or num_drafts={args.num_drafts}"
+            + (f", or raise gpu_memory_utilization={args.gpu_memory_utilization}" if device.type == "cuda" else "")
+        )
+    affordable = (budget - workspace - slots) // layout.page_bytes
     per_request = layout.pages_for(args.max_runtime_len)
     num_pages = min(affordable, 1 + (args.max_num_seqs + 1) * per_request + _SPARE_PAGES)
     args.check_pool(max(0, num_pages - 1))
@@ -156,7 +178,7 @@ def _build_worker(
         model,
         tower,
         layout,
-        num_pages=_num_pages(args, layout, num_slots, device),
+        num_pages=_num_pages(args, config, layout, num_slots, device),
         num_slots=num_slots,
         max_model_len=args.max_model_len,
         drafter=drafter,

@@ -5,8 +5,9 @@ request as if the drafts in front of that row had been emitted; only tokens that
 
 Invariant: a request's rows depend on its own parameters, text and drafts alone.  Nothing here waits for the device.
 
-Cost: memory and time only for requests that use a rule, one row of the vocabulary each: 4 bytes a token for a bias, 5 for
-penalties, 1 for a mask.  A step without such requests gets its logits and the engine's own mask back as they are.
+Cost: memory and time only for requests that use a rule, one row of the vocabulary each while they hold a slot: 4 bytes a token
+for a bias, 5 for penalties, 1 for a mask (:func:`rules_bytes`).  A step without such requests gets its logits and the engine's
+own mask back as they are.  Temporaries stay within the bound of ``ops.sampling``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,26 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.quant import accumulation_dtype, to_device
-from deepinfer.ops.sampling import penalise
+from deepinfer.ops.sampling import parts_of, penalise, row_bytes
 from deepinfer.request import SamplingParams
+
+_RULE_BYTES = 4 + 4 + 1 + 1
+"""Bytes of a bias, counts, what the prompt has seen, and a mask, for each id."""
+
+
+def rules_bytes(vocab_size: int, *, num_requests: int, num_rows: int, element_size: int) -> int:
+    """Most bytes that rules take beside their bounded temporaries.
+
+    vocab_size x (num_requests x 10 x 2, tables of bias, counts and masks, which grow by doubling, + num_requests x 4, the one
+    that grows, + (num_rows + 1) x (element_size + 1), logits that are changed and a mask for each).
+
+    Args:
+        num_requests: that run at once.
+        num_rows: of logits in a step.
+        element_size: bytes of a logit.
+    """
+    tables = num_requests * (2 * _RULE_BYTES + 4)
+    return vocab_size * (tables + (num_rows + 1) * (element_size + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +115,10 @@ class _Table:
 class TokenRules:
     """The rules of all unfinished requests.
 
-    Call :meth:`add` once a request, :meth:`start` whenever one with ``params.needs_history`` begins to run or runs again, then
-    for each step :meth:`apply` and, with what was emitted, :meth:`record`.
+    Call :meth:`add` once a request, :meth:`start` whenever it gets a slot, :meth:`stop` when it has lost it, then for each step
+    :meth:`apply` and, with what was emitted, :meth:`record`.
 
-    Invariant: the counts of a request that runs are those of its emitted tokens.
+    Invariant: the counts of a request that runs are those of its emitted tokens.  One that waits holds no row of any table.
     """
 
     def __init__(self, vocab_size: int, *, eos_token_id: int, forbidden: Sequence[int], device: torch.device) -> None:
@@ -111,13 +130,18 @@ class TokenRules:
         allowed[list(forbidden)] = False
         self._allowed_on_host = allowed
         self._allowed = to_device(allowed, device)
-        self._rules: dict[str, _Rule] = {}  # only of requests that have any
+        self._known: dict[str, tuple[SamplingParams, int]] = {}  # parameters and tokens of the prompt
+        self._rules: dict[str, _Rule] = {}  # only of requests that run and have any
         self._biases = _Table(vocab_size, [torch.float32], device)
         self._histories = _Table(vocab_size, [torch.int32, torch.bool], device)  # output counts, prompt seen
         self._masks = _Table(vocab_size, [torch.bool], device)
 
     def add(self, request_id: str, params: SamplingParams, num_prompt: int) -> None:
         """Remember a request whose prompt has ``num_prompt`` tokens.  Every id must be inside the vocabulary."""
+        self._known[request_id] = params, num_prompt
+
+    def _take(self, params: SamplingParams, num_prompt: int) -> _Rule:
+        """Rows of the tables for a request, filled in."""
         allowed = self._allowed_on_host.clone()
         if params.allowed_token_ids is not None:
             allowed &= torch.zeros_like(allowed).index_fill_(0, torch.tensor(params.allowed_token_ids), True)
@@ -141,28 +165,37 @@ class TokenRules:
         if params.golden_token_ids is not None:
             # Steps copy these; an answer has no more of them than tokens.
             golden = to_device(torch.tensor(params.golden_token_ids[: params.max_tokens]), self._device)
-        rule = _Rule(
+        return _Rule(
             params=params, num_prompt=num_prompt, bias=bias, history=history, mask=mask, golden=golden, eos_from=eos_from
         )
-        if rule.has_mask or bias is not None or history is not None:
-            self._rules[request_id] = rule
 
     def remove(self, request_id: str) -> None:
         """Forget a request."""
+        self._known.pop(request_id, None)
+        self.stop(request_id)
+
+    def stop(self, request_id: str) -> None:
+        """Give the rows of a request back, which has to be started before it runs again."""
         rule = self._rules.pop(request_id, None)
         if rule is not None:
             self._biases.give_back(rule.bias)
             self._histories.give_back(rule.history)
             self._masks.give_back(rule.mask)
 
-    def start(self, request_id: str, token_ids: npt.NDArray[np.int32]) -> None:
-        """Count a request's text from scratch; nothing to do unless its ``params.needs_history``.
+    def start(self, request_id: str, token_ids: npt.NDArray[np.int32] | None = None) -> None:
+        """Take rows for a request that has none, and count its text from scratch.
 
         Args:
-            token_ids: [num_tokens] all tokens that it has, first those of the prompt, then the output's.
+            token_ids: [num_tokens] all tokens that it has, first those of the prompt, then the output's; None leaves the counts
+                alone, for a request without ``params.needs_history`` and between its steps.
         """
         rule = self._rules.get(request_id)
-        if rule is None or rule.history is None:
+        if rule is None:
+            rule = self._take(*self._known[request_id])
+            if not (rule.has_mask or rule.bias is not None or rule.history is not None):
+                return
+            self._rules[request_id] = rule
+        if rule.history is None or token_ids is None:
             return
         counts, seen = (each[rule.history] for each in self._histories.tensors)
         ids = to_device(torch.from_numpy(token_ids.astype(np.int64)), self._device)
@@ -193,16 +226,22 @@ class TokenRules:
         if biased or penalised:
             # One row more, for what belongs to rows that are not there.
             logits = torch.cat([logits, logits.new_zeros(1, logits.shape[1])]).to(accumulation_dtype(logits))
-        if biased:
-            owners, tables = self._columns(biased)
+        num_bytes = rows.height * row_bytes(self._vocab_size, logits.dtype)
+        for part in parts_of(len(biased), num_bytes) if biased else ():
+            owners, tables = self._columns(biased[part])
             where = rows.of(owners)
-            changed = logits[where].unflatten(0, (len(biased), -1)) + self._biases.tensors[0][tables].unsqueeze(1)
+            changed = logits[where].unflatten(0, (len(owners), -1)) + self._biases.tensors[0][tables].unsqueeze(1)
             logits.index_copy_(0, where, changed.flatten(0, 1))
-        if penalised:
-            self._penalise(logits, penalised, rows)
+        for part in parts_of(len(penalised), num_bytes) if penalised else ():
+            self._penalise(logits, penalised[part], rows)
         if biased or penalised:
             logits = logits[:-1]
-        return logits, self._mask(masked, rows) if masked else self._allowed
+        if not masked:
+            return logits, self._allowed
+        mask = self._allowed.repeat(rows.num_logits + 1, 1)
+        for part in parts_of(len(masked), num_bytes):
+            self._mask(mask, masked[part], rows)
+        return logits, mask[:-1]
 
     def record(self, request_ids: Sequence[str], emitted: Tensor) -> None:
         """Count what a step has emitted.
@@ -250,8 +289,8 @@ class TokenRules:
         )
         logits.index_copy_(0, where, changed)
 
-    def _mask(self, masked: Sequence[tuple[int, _Rule]], rows: _Rows) -> Tensor:
-        """[num_logits, vocab_size] bool: what each row may choose from."""
+    def _mask(self, mask: Tensor, masked: Sequence[tuple[int, _Rule]], rows: _Rows) -> None:
+        """Write what the rows of ``masked`` requests may choose from into ``mask`` [num_logits + 1, vocab_size] bool."""
         tables = [-1 if rule.mask is None else rule.mask for _, rule in masked]
         forced = [rule.golden for _, rule in masked if rule.golden is not None]
         lens = [0 if rule.golden is None else len(rule.golden) for _, rule in masked]
@@ -274,8 +313,7 @@ class TokenRules:
             flat = torch.cat(forced)
             at = torch.where(is_forced, start.unsqueeze(1) + idx, 0)
             allowed = torch.where(is_forced.unsqueeze(2), token_ids == flat[at].unsqueeze(2), allowed)
-        mask = self._allowed.repeat(rows.num_logits + 1, 1)
-        return mask.index_copy_(0, where, allowed.flatten(0, 1))[:-1]
+        mask.index_copy_(0, where, allowed.flatten(0, 1))
 
 
 class _Rows:

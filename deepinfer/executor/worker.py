@@ -14,7 +14,7 @@ from deepinfer.config import DraftSampling, ModelConfig
 from deepinfer.executor.graphs import Graphs, Tiers
 from deepinfer.executor.pictures import Features, Gallery, Picture
 from deepinfer.executor.rows import RowTable
-from deepinfer.executor.rules import TokenRules
+from deepinfer.executor.rules import TokenRules, rules_bytes
 from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.executor.team import Team
@@ -24,13 +24,45 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import ReplayMode, StepNumbers
 from deepinfer.model.vision import VisionTower
-from deepinfer.ops.quant import to_device
-from deepinfer.ops.sampling import RoundRows, finite_logprobs
+from deepinfer.ops.quant import ROW_TILE, to_device
+from deepinfer.ops.sampling import WORKSPACE_BYTES, RoundRows, finite_logprobs, row_bytes
 from deepinfer.request import SamplingParams
 from deepinfer.step import PLACEHOLDER, StepPlan
 
 _LOGIT_ROWS = 256
 """Rows of logits made at a time for prompts: 132 MB with the full vocabulary."""
+
+
+def workspace_bytes(
+    vocab_size: int,
+    *,
+    max_num_seqs: int,
+    num_drafts: int,
+    num_slots: int,
+    draft_mode: DraftSampling = "coupled",
+    is_exact: bool = False,
+) -> int:
+    """Most bytes that a worker takes for choosing tokens, beside weights, caches and the forward pass.
+
+    With V ids, B requests, D drafts, w = 4 bytes a logit (8 in the exact regime) and R = max(B x (D + 1), 256) rows:
+
+    * logits, V x w x (R + 31, which a product pads them by);
+    * rules about tokens: :func:`~deepinfer.executor.rules.rules_bytes`;
+    * drafting, V x w x B x (D + 2), logits of the block and of one draft; in mode ``sampled`` also B x 3 D, what drafts were
+      drawn from, once more as one tensor and once more gathered for the next round, and ``num_slots`` x D that are kept;
+    * temporaries of the operators that decide, and of those that draft, which a captured graph keeps for itself: for each the
+      least of the bound ``WORKSPACE_BYTES``, or one row, and of what all rows take.
+    """
+    size, num_rows = 8 if is_exact else 4, max(max_num_seqs * (num_drafts + 1), _LOGIT_ROWS)
+    blocks = max_num_seqs * (num_drafts + 2) if num_drafts else 0
+    if draft_mode == "sampled":
+        blocks += (3 * max_num_seqs + num_slots) * num_drafts
+    logits = vocab_size * size * (num_rows + ROW_TILE - 1 + blocks)
+    rules = rules_bytes(vocab_size, num_requests=max_num_seqs, num_rows=num_rows, element_size=size)
+    # Residuals of a rejected draft are fp64 everywhere, width and all.
+    per_row = row_bytes(vocab_size, torch.float64) * (num_drafts + 1)
+    temporaries = min(max(WORKSPACE_BYTES, per_row), num_rows * per_row)
+    return logits + rules + temporaries * (2 if num_drafts else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +271,14 @@ class Worker:
             if chunk.request_id == PLACEHOLDER:
                 continue
             known = self._known[chunk.request_id]
-            if self._owners.get(chunk.slot) != chunk.request_id:
+            former = self._owners.get(chunk.slot)
+            if former != chunk.request_id:
+                if former is not None:
+                    self._rules.stop(former)
+                self._owners = {slot: owner for slot, owner in self._owners.items() if owner != chunk.request_id}
                 self._rows.write(chunk.slot, known.params, known.num_tokens_max)
                 self._owners[chunk.slot] = chunk.request_id
+                self._rules.start(chunk.request_id)
             if chunk.history_ids is not None:
                 self._rules.start(chunk.request_id, chunk.history_ids)
             if known.features is not None:

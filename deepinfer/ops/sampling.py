@@ -14,6 +14,9 @@ Invariants: a row's result does not depend on the other rows, bit for bit (:func
 against each other is its purpose).  No body waits for the device.  Every row of logits has a finite maximum among the allowed
 tokens.
 
+Temporaries of the size of the logits are bounded: every operator works on so many rows at a time that they stay within
+:data:`WORKSPACE_BYTES`, which rows that do not see each other allow.
+
 Logits are processed in fp32; probabilities that are compared with a uniform number, subtracted from each other or perturbed
 with noise are fp64, because the mass of a residual is a difference that fp32 cannot resolve near the degenerate case.  fp64
 logits stay fp64 everywhere.
@@ -34,6 +37,12 @@ from deepinfer.request import GREEDY_TEMPERATURE
 
 LOGPROB_FLOOR: Final = -9999.0
 """Smallest log-probability reported: JSON has no infinity."""
+
+WORKSPACE_BYTES: Final = 256 << 20
+"""Most bytes that an operator takes for temporaries, one row excepted, which it always takes."""
+
+_ID_BYTES: Final = 96
+"""Bytes of temporaries for each id of a row: sorting takes most, and its own scratch on a GPU; twice as much in fp64."""
 
 DEGENERATE_MASS: Final = 1e-8
 """A residual that holds less than this is rounding noise; the target itself is drawn from instead."""
@@ -65,8 +74,8 @@ class SamplingRows:
         """[num_rows] bool: rows that take the best token and ignore filters and noise."""
         return (self.temperature < GREEDY_TEMPERATURE) | (self.top_k == 1)
 
-    def take(self, index: Tensor) -> SamplingRows:
-        """The rows named by ``index`` [n] int64, in that order; a row may be named more than once."""
+    def take(self, index: Tensor | slice) -> SamplingRows:
+        """The rows named by ``index``, a slice or [n] int64, in that order; a row may be named more than once."""
         return SamplingRows(
             temperature=self.temperature[index],
             top_k=self.top_k[index],
@@ -155,6 +164,32 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, 
 # ------------------------------------------------------------------------------------------------------------- building blocks
 
 
+def row_bytes(vocab: int, dtype: torch.dtype) -> int:
+    """Bytes of temporaries that an operator takes for a row of logits of ``dtype``."""
+    return vocab * _ID_BYTES * (2 if dtype == torch.float64 else 1)
+
+
+def parts_of(num_rows: int, num_bytes: int) -> list[slice]:
+    """Which rows to process together if each takes ``num_bytes``; one part at least."""
+    step = max(1, WORKSPACE_BYTES // max(1, num_bytes))
+    return [slice(first, min(first + step, num_rows)) for first in range(0, max(1, num_rows), step)]
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    """:func:`parts_of` for rows of logits [num_rows, vocab]."""
+    return parts_of(logits.shape[0], row_bytes(logits.shape[1], logits.dtype))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Results of parts, one behind the other; nothing is launched for a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cut(table: Tensor | None, index: Tensor | slice) -> Tensor | None:
+    """Rows of a bias or a mask; one row for all is left as it is."""
+    return table if table is None or table.dim() == 1 else table[index]
+
+
 def _log_normaliser(logits: Tensor) -> Tensor:
     """log(sum(exp)) over the last dim, which is kept."""
     best = logits.amax(-1, keepdim=True)
@@ -220,11 +255,13 @@ class _Packing:
     Attributes:
         starts: [num_requests] first row of each request.
         owners: [num_logits] request of each row; padding rows name any request.
+        offsets: [num_logits] rows of the request before each row; anything at padding rows.
         tests: [num_requests, width] row that tests draft j (0-based); any row where there is no such draft.
     """
 
     starts: Tensor
     owners: Tensor
+    offsets: Tensor
     tests: Tensor
 
     def row(self, offset: Tensor) -> Tensor:
@@ -236,11 +273,13 @@ def _pack(draft_lens: Tensor, width: int, num_logits: int) -> _Packing:
     """Lay out ``draft_lens`` [num_requests] int64 + 1 rows a request."""
     ends = (draft_lens + 1).cumsum(0)
     starts = ends - (draft_lens + 1)
-    owners = torch.searchsorted(ends, torch.arange(num_logits, device=ends.device), right=True)
+    numbers = torch.arange(num_logits, device=ends.device)
+    owners = torch.searchsorted(ends, numbers, right=True).clamp_max(draft_lens.shape[0] - 1)
     slots = torch.arange(width, device=ends.device)
     return _Packing(
         starts=starts,
-        owners=owners.clamp_max(draft_lens.shape[0] - 1),
+        owners=owners,
+        offsets=numbers - starts[owners],
         tests=(starts[:, None] + slots).clamp(min=0, max=num_logits - 1),
     )
 
@@ -380,15 +419,26 @@ def sample(
 
     Source: argmax_v(log p(v) + g(v)) with Gumbel noise g is a draw from p; g from EMIT_STREAM.
     """
-    ids = _draw(_process(logits, rows, bias, mask), rows, positions)
+    ids = _sampled(logits, rows, positions, bias, mask)
     return ids, _token_logprobs(logits, ids)
+
+
+def _sampled(logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """The tokens of :func:`sample`."""
+    found = []
+    for part in _parts(logits):
+        own = rows.take(part)
+        found.append(_draw(_process(logits[part], own, _cut(bias, part), _cut(mask, part)), own, positions[part]))
+    return _joined(found)
 
 
 def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Body of :func:`token_logprobs`."""
-    logits = logits.to(accumulation_dtype(logits))
-    chosen = logits.gather(-1, ids.clamp_min(0)[:, None]) - _log_normaliser(logits)
-    return torch.where(ids < 0, LOGPROB_FLOOR, chosen[:, 0].clamp_min(LOGPROB_FLOOR))
+    found = []
+    for part in _parts(logits):
+        own = logits[part].to(accumulation_dtype(logits))
+        found.append(own.gather(-1, ids[part].clamp_min(0)[:, None]) - _log_normaliser(own))
+    return torch.where(ids < 0, LOGPROB_FLOOR, _joined(found)[:, 0].clamp_min(LOGPROB_FLOOR))
 
 
 # 1e-5: a sum of up to 129280 exponentials in fp32.
@@ -430,9 +480,13 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ids: [n, k] int64, best first, equal logits by lower id.
         logprobs: [n, k] fp32 (fp64 for fp64 logits), at least -9999.
     """
-    logits = logits.to(accumulation_dtype(logits))
-    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return ids[:, :k], (ordered[:, :k] - _log_normaliser(logits)).clamp_min(LOGPROB_FLOOR)
+    best_ids, best = [], []
+    for part in _parts(logits):
+        own = logits[part].to(accumulation_dtype(logits))
+        ordered, ids = torch.sort(own, dim=-1, descending=True, stable=True)
+        best_ids.append(ids[:, :k].clone())  # a view would keep the whole order
+        best.append((ordered[:, :k] - _log_normaliser(own)).clamp_min(LOGPROB_FLOOR))
+    return _joined(best_ids), _joined(best)
 
 
 # 0: see sample; likewise for an accept test whose two sides are equal to fp64 rounding.
@@ -471,40 +525,55 @@ def verify(
     Source: DSpark paper, verification; uniforms of ACCEPT_STREAM, Gumbel noise of EMIT_STREAM.
     """
     draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
-    width, num_logits = draft_ids.shape[1], target_logits.shape[0]
+    (num_requests, width), (num_logits, vocab) = draft_ids.shape, target_logits.shape
     packing = _pack(draft_lens, width, num_logits)
-    processed = _process(target_logits, rows.take(packing.owners), bias, mask)
-    best = _best(processed)
-    log_p = _log_softmax(processed.double())
+    by_row, known_ids = rows.take(packing.owners), draft_ids.clamp_min(0)
+    parts, best_parts, log_p_parts = _parts(target_logits), [], []
+    for part in parts:
+        processed = _process(target_logits[part], by_row.take(part), _cut(bias, part), _cut(mask, part))
+        best_parts.append(_best(processed))
+        if width:  # of the draft that the row tests; any number where it tests none
+            tested = known_ids[packing.owners[part], packing.offsets[part].clamp(0, width - 1)]
+            log_p_parts.append(_log_softmax(processed.double()).gather(1, tested[:, None])[:, 0])
+    best = _joined(best_parts)
+    log_p = _joined(log_p_parts)[packing.tests] if width else known_ids.double()
 
-    slots = torch.arange(width, device=draft_ids.device)
-    known_ids = draft_ids.clamp_min(0)
-    log_ratio = log_p[packing.tests, known_ids]
-    log_q: Tensor | None = None
-    if draft_logits is not None:
-        temperature = torch.where(rows.greedy, 1.0, rows.temperature)[:, None, None]
-        log_q = _log_softmax(draft_logits.double() / temperature)
-        log_ratio = log_ratio - log_q.gather(-1, known_ids[..., None])[..., 0]
-    positions = anchor_positions[:, None] + 1 + slots
-    bits = noise_bits(rows.seeds[:, None], positions, ACCEPT_STREAM, 0, torch.zeros_like(slots))
-    passes = torch.log(uniform_noise(bits)) < log_ratio
-    passes = torch.where(rows.greedy[:, None], known_ids == best[packing.tests], passes)
-    offered = (slots < draft_lens[:, None]) & (draft_ids >= 0)
-    num_accepted = _leading(passes & offered)
+    num_rows = 1 + (width if draft_logits is not None else 0)
+    accepted_parts, token_parts = [], []
+    for part in parts_of(num_requests, num_rows * row_bytes(vocab, torch.float64)):
+        own, tests, known = rows.take(part), packing.tests[part], known_ids[part]
+        log_ratio, log_q = log_p[part], None
+        if draft_logits is not None:
+            temperature = torch.where(own.greedy, 1.0, own.temperature)[:, None, None]
+            log_q = _log_softmax(draft_logits[part].double() / temperature)
+            log_ratio = log_ratio - log_q.gather(-1, known[..., None])[..., 0]
+        slots = torch.arange(width, device=draft_ids.device)
+        positions = anchor_positions[part, None] + 1 + slots
+        bits = noise_bits(own.seeds[:, None], positions, ACCEPT_STREAM, 0, torch.zeros_like(slots))
+        passes = torch.log(uniform_noise(bits)) < log_ratio
+        passes = torch.where(own.greedy[:, None], known == best[tests], passes)
+        offered = (slots < draft_lens[part, None]) & (draft_ids[part] >= 0)
+        num_accepted = _leading(passes & offered)
 
-    last = packing.row(num_accepted)
-    weights = processed[last].double()
-    if width > 0:
-        failed = num_accepted.clamp_max(width - 1)[:, None]
-        rejected = (num_accepted < draft_lens) & (draft_ids.gather(-1, failed)[:, 0] >= 0)
-        if log_q is None:
-            q = torch.zeros_like(weights).scatter_(-1, known_ids.gather(-1, failed), 1.0)
+        last = (packing.starts[part] + num_accepted).clamp(min=0, max=num_logits - 1)
+        if len(parts) > 1:  # the rows were too many to be kept
+            processed = _process(target_logits[last], by_row.take(last), _cut(bias, last), _cut(mask, last))
+            weights = processed.double()
         else:
-            q = torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, log_q.shape[-1]))[:, 0])
-        weights = _emission_weights(weights, q, rejected)
-    drawn = _draw(weights, rows, anchor_positions + 1 + num_accepted)
-    token = torch.where(rows.greedy, best[last], drawn)
-    return num_accepted, _emit(num_accepted, token, draft_ids, draft_lens)
+            weights = processed[last].double()
+        if width > 0:
+            failed = num_accepted.clamp_max(width - 1)[:, None]
+            rejected = (num_accepted < draft_lens[part]) & (draft_ids[part].gather(-1, failed)[:, 0] >= 0)
+            if log_q is None:
+                q = torch.zeros_like(weights).scatter_(-1, known.gather(-1, failed), 1.0)
+            else:
+                q = torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, vocab))[:, 0])
+            weights = _emission_weights(weights, q, rejected)
+        drawn = _draw(weights, own, anchor_positions[part] + 1 + num_accepted)
+        accepted_parts.append(num_accepted)
+        token_parts.append(torch.where(own.greedy, best[last], drawn))
+    num_accepted = _joined(accepted_parts)
+    return num_accepted, _emit(num_accepted, _joined(token_parts), draft_ids, draft_lens)
 
 
 # 0: see sample.
@@ -531,10 +600,8 @@ def verify_coupled(
     draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
     width, num_logits = draft_ids.shape[1], target_logits.shape[0]
     packing = _pack(draft_lens, width, num_logits)
-    by_row = rows.take(packing.owners)
-    offsets = torch.arange(num_logits, device=draft_ids.device) - packing.starts[packing.owners]
-    positions = anchor_positions[packing.owners] + 1 + offsets
-    tokens = _draw(_process(target_logits, by_row, bias, mask), by_row, positions)
+    positions = anchor_positions[packing.owners] + 1 + packing.offsets
+    tokens = _sampled(target_logits, rows.take(packing.owners), positions, bias, mask)
 
     slots = torch.arange(width, device=draft_ids.device)
     offered = (slots < draft_lens[:, None]) & (draft_ids >= 0)
@@ -593,8 +660,12 @@ def markov_step(
         return _best(logits), logits, confidence
     stream, round_key = (EMIT_STREAM, 0) if mode == "coupled" else (DRAFT_STREAM, draft_idx)
     temperature = torch.where(rows.greedy, 1.0, rows.temperature)[:, None]
-    drafts = _draw(logits.double() / temperature, rows, anchor_positions + draft_idx, stream, round_key)
-    return drafts, logits, confidence
+    positions = anchor_positions + draft_idx
+    drafts = [
+        _draw(logits[part].double() / temperature[part], rows.take(part), positions[part], stream, round_key)
+        for part in _parts(logits)
+    ]
+    return _joined(drafts), logits, confidence
 
 
 def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) -> Tensor:

@@ -136,6 +136,8 @@ def test_without_rules_logits_and_mask_are_handed_through():
     rules = make_rules()
     rules.add("plain", SamplingParams(temperature=0.5, top_p=0.5), 3)
     rules.add("ruled", SamplingParams(presence_penalty=1, banned_token_ids=[4]), 3)
+    rules.start("plain")
+    rules.start("ruled")
     turns = [Turn(name, SamplingParams(), [2, 3, 4], [], [5, 6], 2) for name in ("plain", "unknown")]
     logits = torch.randn(6, VOCAB)
     got, mask = rules.apply(logits, pack(turns))
