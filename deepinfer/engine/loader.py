@@ -123,8 +123,8 @@ def _num_slots(args: EngineArgs) -> int:
 def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slots: int, device: torch.device) -> int:
     """Pages that the memory budget allows, page 0 included; at most what all requests at full length, and one more, could use.
 
-    The budget is what weights leave of the GPU's share, less what choosing tokens takes (:func:`workspace_bytes`).  On a CPU it
-    is a limit for caches, which the host's other memory stands beside: choosing tokens takes half of it at most.
+    The budget is what weights leave of the GPU's share, less what choosing tokens takes (:func:`workspace_bytes`).  On a CPU the
+    budget is no limit of the machine: choosing tokens takes from it what two requests at full length, and half of it, leave.
 
     Raises:
         ConfigError: nothing is left for pages, or too little for the longest request.
@@ -140,8 +140,11 @@ def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slot
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - args.gpu_memory_utilization))
     else:
-        budget, workspace = _CPU_KV_BYTES, min(workspace, _CPU_KV_BYTES // 2)
-    slots = num_slots * layout.slot_bytes
+        budget = _CPU_KV_BYTES
+    slots, per_request = num_slots * layout.slot_bytes, layout.pages_for(args.max_runtime_len)
+    if device.type == "cpu":
+        first = slots + (1 + 2 * per_request) * layout.page_bytes
+        workspace = max(0, min(workspace, budget // 2, budget - first))
     if budget < workspace + slots + layout.page_bytes:
         raise ConfigError(
             f"no memory is left for pages: of {budget / 2**30:.1f} GiB behind the weights, choosing tokens takes "
@@ -150,7 +153,6 @@ def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slot
             + (f", or raise gpu_memory_utilization={args.gpu_memory_utilization}" if device.type == "cuda" else "")
         )
     affordable = (budget - workspace - slots) // layout.page_bytes
-    per_request = layout.pages_for(args.max_runtime_len)
     num_pages = min(affordable, 1 + (args.max_num_seqs + 1) * per_request + _SPARE_PAGES)
     args.check_pool(max(0, num_pages - 1))
     return num_pages

@@ -51,7 +51,7 @@ def workspace_bytes(
     * drafting, V x w x B x (D + 2), logits of the block and of one draft; in mode ``sampled`` also B x 3 D, what drafts were
       drawn from, once more as one tensor and once more gathered for the next round, and ``num_slots`` x D that are kept;
     * temporaries of the operators that decide, and of those that draft, which a captured graph keeps for itself: for each the
-      least of the bound ``WORKSPACE_BYTES``, or one row, and of what all rows take.
+      least of the bound ``WORKSPACE_BYTES``, or the rows of one request, and of what all rows take.
     """
     size, num_rows = 8 if is_exact else 4, max(max_num_seqs * (num_drafts + 1), _LOGIT_ROWS)
     blocks = max_num_seqs * (num_drafts + 2) if num_drafts else 0
@@ -59,9 +59,9 @@ def workspace_bytes(
         blocks += (3 * max_num_seqs + num_slots) * num_drafts
     logits = vocab_size * size * (num_rows + ROW_TILE - 1 + blocks)
     rules = rules_bytes(vocab_size, num_requests=max_num_seqs, num_rows=num_rows, element_size=size)
-    # Residuals of a rejected draft are fp64 everywhere, width and all.
-    per_row = row_bytes(vocab_size, torch.float64) * (num_drafts + 1)
-    temporaries = min(max(WORKSPACE_BYTES, per_row), num_rows * per_row)
+    # What a rejected draft was drawn from is fp64 everywhere, and all drafts of a request stay together.
+    per_row = row_bytes(vocab_size, torch.float64)
+    temporaries = min(max(WORKSPACE_BYTES, per_row * (num_drafts + 1)), num_rows * per_row)
     return logits + rules + temporaries * (2 if num_drafts else 1)
 
 

@@ -541,39 +541,63 @@ def verify(
     num_rows = 1 + (width if draft_logits is not None else 0)
     accepted_parts, token_parts = [], []
     for part in parts_of(num_requests, num_rows * row_bytes(vocab, torch.float64)):
-        own, tests, known = rows.take(part), packing.tests[part], known_ids[part]
-        log_ratio, log_q = log_p[part], None
+        own, ids, lens, anchors = rows.take(part), draft_ids[part], draft_lens[part], anchor_positions[part]
+        log_q = None
         if draft_logits is not None:
             temperature = torch.where(own.greedy, 1.0, own.temperature)[:, None, None]
             log_q = _log_softmax(draft_logits[part].double() / temperature)
-            log_ratio = log_ratio - log_q.gather(-1, known[..., None])[..., 0]
-        slots = torch.arange(width, device=draft_ids.device)
-        positions = anchor_positions[part, None] + 1 + slots
-        bits = noise_bits(own.seeds[:, None], positions, ACCEPT_STREAM, 0, torch.zeros_like(slots))
-        passes = torch.log(uniform_noise(bits)) < log_ratio
-        passes = torch.where(own.greedy[:, None], known == best[tests], passes)
-        offered = (slots < draft_lens[part, None]) & (draft_ids[part] >= 0)
-        num_accepted = _leading(passes & offered)
-
+        num_accepted = _num_accepted(ids, lens, log_p[part], log_q, best[packing.tests[part]], own, anchors)
         last = (packing.starts[part] + num_accepted).clamp(min=0, max=num_logits - 1)
         if len(parts) > 1:  # the rows were too many to be kept
-            processed = _process(target_logits[last], by_row.take(last), _cut(bias, last), _cut(mask, last))
-            weights = processed.double()
+            weights = _process(target_logits[last], by_row.take(last), _cut(bias, last), _cut(mask, last)).double()
         else:
             weights = processed[last].double()
         if width > 0:
-            failed = num_accepted.clamp_max(width - 1)[:, None]
-            rejected = (num_accepted < draft_lens[part]) & (draft_ids[part].gather(-1, failed)[:, 0] >= 0)
-            if log_q is None:
-                q = torch.zeros_like(weights).scatter_(-1, known.gather(-1, failed), 1.0)
-            else:
-                q = torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, vocab))[:, 0])
-            weights = _emission_weights(weights, q, rejected)
-        drawn = _draw(weights, own, anchor_positions[part] + 1 + num_accepted)
+            weights = _emission_weights(weights, *_rejection(ids, lens, num_accepted, log_q, vocab))
+        drawn = _draw(weights, own, anchors + 1 + num_accepted)
         accepted_parts.append(num_accepted)
         token_parts.append(torch.where(own.greedy, best[last], drawn))
     num_accepted = _joined(accepted_parts)
     return num_accepted, _emit(num_accepted, _joined(token_parts), draft_ids, draft_lens)
+
+
+def _num_accepted(
+    draft_ids: Tensor,
+    draft_lens: Tensor,
+    log_p: Tensor,
+    log_q: Tensor | None,
+    best: Tensor,
+    rows: SamplingRows,
+    anchor_positions: Tensor,
+) -> Tensor:
+    """[n] int64: drafts that :func:`verify` accepts.
+
+    Args:
+        log_p: [n, width] fp64, of each draft under the target.
+        log_q: [n, width, vocab] fp64 that the drafts were drawn from, or None for one-hot.
+        best: [n, width] best token of the row that tests each draft.
+        draft_ids, draft_lens, rows, anchor_positions: as there.
+    """
+    slots, known = torch.arange(draft_ids.shape[1], device=draft_ids.device), draft_ids.clamp_min(0)
+    if log_q is not None:
+        log_p = log_p - log_q.gather(-1, known[..., None])[..., 0]
+    bits = noise_bits(rows.seeds[:, None], anchor_positions[:, None] + 1 + slots, ACCEPT_STREAM, 0, torch.zeros_like(slots))
+    passes = torch.log(uniform_noise(bits)) < log_p
+    passes = torch.where(rows.greedy[:, None], known == best, passes)
+    return _leading(passes & (slots < draft_lens[:, None]) & (draft_ids >= 0))
+
+
+def _rejection(
+    draft_ids: Tensor, draft_lens: Tensor, num_accepted: Tensor, log_q: Tensor | None, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """What the first draft that was not accepted was drawn from [n, vocab] fp64, and whether it was rejected [n] bool."""
+    failed = num_accepted.clamp_max(draft_ids.shape[1] - 1)[:, None]
+    found = draft_ids.gather(-1, failed)
+    rejected = (num_accepted < draft_lens) & (found[:, 0] >= 0)
+    if log_q is None:
+        nothing = torch.zeros(draft_ids.shape[0], vocab, dtype=torch.float64, device=draft_ids.device)
+        return nothing.scatter_(-1, found.clamp_min(0), 1.0), rejected
+    return torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, vocab))[:, 0]), rejected
 
 
 # 0: see sample.

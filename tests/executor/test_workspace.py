@@ -229,12 +229,17 @@ def test_pages_get_what_choosing_tokens_leaves(monkeypatch):
         pages(max_num_seqs=4096)
 
 
-def test_a_cpu_keeps_half_of_its_budget_for_caches():
-    config = named_config("full")
-    args = EngineArgs(model="nano", max_num_seqs=256, max_model_len=65536)
+@pytest.mark.parametrize("max_model_len", [65_536, 400_000, 600_000])
+def test_on_a_cpu_caches_come_first(max_model_len):
+    """Half of the budget is theirs, and what two long requests need: what was served without counting is served."""
+    config, budget = named_config("full"), loader._CPU_KV_BYTES
+    args = EngineArgs(model="nano", max_num_seqs=256, max_model_len=max_model_len)
     layout = loader._layout(args, config)
+    uncounted = (budget - 20 * layout.slot_bytes) // layout.page_bytes
     num_pages = loader._num_pages(args, config, layout, 20, CPU)
-    assert num_pages == ((1 << 30) - 20 * layout.slot_bytes) // layout.page_bytes
+    longest = layout.pages_for(max_model_len)
+    assert num_pages >= min(uncounted, 1 + 2 * longest)
+    assert num_pages < uncounted or 2 * longest >= uncounted
 
 
 # ----------------------------------------------------------------------------------------------------------------------- on a GPU
