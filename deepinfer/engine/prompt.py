@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.errors import ContextTooLong, RequestError, shown
@@ -225,6 +228,18 @@ def check_params(params: SamplingParams, config: ModelConfig, *, banned: Iterabl
             )
 
 
+def picture_hash(picture: Picture) -> bytes:
+    """Hash of all that the features of a picture depend on: its pixels, their type and shape, and the grid of its tokens."""
+    plan, pixels = picture.plan, np.ascontiguousarray(picture.pixels)
+    dtype = pixels.dtype.str.encode()
+    sizes = (plan.width, plan.height, plan.patches_w, plan.patches_h, plan.tokens_w, plan.tokens_h, plan.span_tokens)
+    # Each part has a fixed size or a length before it, so pictures of other shapes never hash the same bytes.
+    header = struct.pack(f"<II{pixels.ndim}Q7Q", len(dtype), pixels.ndim, *pixels.shape, *sizes)
+    state = hashlib.blake2b(header + dtype, digest_size=16, person=b"pixels")
+    state.update(pixels.data.cast("B"))
+    return state.digest()
+
+
 def build_prompt(
     token_ids: Sequence[int],
     images: Sequence[bytes],
@@ -265,7 +280,7 @@ def build_prompt(
         plan = plan_image(*image.size, config.vision)
         pixels = prepare_pixels(image, plan)
         pictures.append(Picture(plan=plan, pixels=pixels))
-        hashes[len(ids)] = hashlib.blake2b(pixels.tobytes(), digest_size=16, person=b"pixels").digest()
+        hashes[len(ids)] = picture_hash(pictures[-1])
         ids += [config.image_token_id] * plan.span_tokens
     return Prompt(token_ids=tuple(ids), pictures=tuple(pictures), images=hashes)
 

@@ -1,7 +1,10 @@
 """Which prefixes are stored: keys of pages, and the index from a key to the page that holds its content.
 
-The key of a page stands for everything that its content depends on: all tokens up to the page's end, the pictures among them, and
-the tenant.  So a key that is found means the whole prefix before it may be used.
+The key of a page stands for everything that its content depends on: all tokens up to the page's end, the pictures among them, the
+tenant, and the format of the records.  So a key that is found means the whole prefix before it may be used.
+
+Invariant: two keys are equal only if everything that they stand for is equal.  What is hashed says where each of its parts ends,
+and roots and pages have hash domains of their own, so no salt, token or picture imitates another key.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 16
+FORMAT_VERSION = 1
+"""Goes up when the records in a page change, or what a key is made of."""
+_ROOT, _PAGE = b"root", b"page"
 _NO_IMAGES: Mapping[int, bytes] = MappingProxyType({})
+_NO_IMAGE = struct.pack("<I", 0)
 
 
-def _digest(*parts: bytes | memoryview) -> bytes:
-    state = blake2b(digest_size=KEY_BYTES)
+def _digest(domain: bytes, *parts: bytes | memoryview) -> bytes:
+    state = blake2b(digest_size=KEY_BYTES, person=domain)
     for part in parts:
         state.update(part)
     return state.digest()
@@ -30,8 +37,9 @@ def _digest(*parts: bytes | memoryview) -> bytes:
 class PageChain:
     """Keys of the full pages of one token sequence that grows at its end.
 
-    key_i = H(key_{i-1}, token ids of page i as little-endian int32, then for every picture that starts in page i: its offset in
-    the page, the length of its content hash, the hash).  key_{-1} is the hash of the tenant's salt.
+    key_{-1} = H_root(format version, page_tokens, salt); key_i = H_page(key_{i-1}, token ids of page i as little-endian int32,
+    number of pictures that start in page i, then for each of them: its offset in the page, the length of its content hash, the
+    hash).  All fields but the salt, which comes last, have a fixed size or a length before them.
 
     Invariant: ``len(keys) == num_tokens // page_tokens``.
 
@@ -46,7 +54,7 @@ class PageChain:
         self.page_tokens = page_tokens
         self.keys: list[bytes] = []
         self.num_tokens = 0
-        self._root = _digest(salt)
+        self._root = _digest(_ROOT, struct.pack("<II", FORMAT_VERSION, page_tokens), salt)
         self._tail = bytearray()  # tokens behind the last full page
         self._images: dict[int, bytes] = {}  # pictures that start among them
 
@@ -76,15 +84,16 @@ class PageChain:
     def _append_keys(self, tokens: memoryview, page_bytes: int) -> None:
         key = self.keys[-1] if self.keys else self._root
         for start in range(0, len(tokens), page_bytes):
-            images = self._images_of_page(len(self.keys)) if self._images else b""
-            key = _digest(key, tokens[start : start + page_bytes], images)
+            images = self._images_of_page(len(self.keys)) if self._images else _NO_IMAGE
+            key = _digest(_PAGE, key, tokens[start : start + page_bytes], images)
             self.keys.append(key)
 
     def _images_of_page(self, index: int) -> bytes:
         first = index * self.page_tokens
         inside = sorted(position for position in self._images if position < first + self.page_tokens)
         parts = [(position - first, self._images.pop(position)) for position in inside]
-        return b"".join(struct.pack("<ii", offset, len(content)) + content for offset, content in parts)
+        framed = [struct.pack("<II", offset, len(content)) + content for offset, content in parts]
+        return struct.pack("<I", len(framed)) + b"".join(framed)
 
     def copy(self) -> PageChain:
         """The same sequence, to be continued differently."""

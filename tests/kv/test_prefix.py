@@ -1,13 +1,15 @@
 """Keys stand for everything that a page's content depends on; the index finds one page for a key and tells what changed."""
 
 import hashlib
+import random
+import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.kv.prefix import KEY_BYTES, PageChain, PrefixIndex, Removed, Stored
+from deepinfer.kv.prefix import FORMAT_VERSION, KEY_BYTES, PageChain, PrefixIndex, Removed, Stored
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -21,14 +23,16 @@ def chain_of(tokens, *, page_tokens=4, salt=b"", images=None):
 # -------------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_keys_are_chained_hashes_of_little_endian_tokens():
-    root = hashlib.blake2b(b"tenant", digest_size=16).digest()
-    first = hashlib.blake2b(root + bytes([1, 0, 0, 0, 0, 1, 0, 0]), digest_size=16).digest()
-    cat = bytes([1, 0, 0, 0, 3, 0, 0, 0]) + b"cat"
-    second = hashlib.blake2b(first + bytes([2, 0, 0, 0, 3, 0, 0, 0]) + cat, digest_size=16).digest()
+def hashed(domain, *parts):
+    return hashlib.blake2b(b"".join(parts), digest_size=KEY_BYTES, person=domain).digest()
+
+
+def test_keys_are_chained_hashes_of_framed_fields():
+    root = hashed(b"root", struct.pack("<II", FORMAT_VERSION, 2), b"tenant")
+    first = hashed(b"page", root, struct.pack("<iiI", 1, 256, 0))
+    second = hashed(b"page", first, struct.pack("<iiIII", 2, 3, 1, 1, 3), b"cat")
     chain = chain_of([1, 256, 2, 3, 4], page_tokens=2, salt=b"tenant", images={3: b"cat"})
     assert chain.keys == [first, second]
-    assert len(first) == KEY_BYTES
 
 
 @given(TOKENS, st.integers(1, 7), st.randoms(use_true_random=False))
@@ -72,6 +76,78 @@ def test_pictures_are_told_apart_from_each_other_and_from_one_long_one():
 def test_tenants_have_no_key_in_common(salts):
     chains = [chain_of(range(12), salt=salt).keys for salt in salts]
     assert len({key for keys in chains for key in keys}) == 3 * len(salts)
+
+
+ATOMS = (b"", b"a", b"\0", bytes(4), struct.pack("<i", 7), struct.pack("<ii", 1, 1), b"a" * 16)
+"""Bytes that read as salt, as token ids or as the fields before a picture, wherever one of these ends and the next begins."""
+
+
+def crafted(rng, chains):
+    """A salt of a few atoms, or one that imitates what another chain hashes: a root or a key, and what comes after it."""
+    parts = rng.choices(ATOMS, k=rng.randrange(3))
+    if chains and rng.random() < 0.5:
+        chain = rng.choice(chains)
+        parts.insert(0, rng.choice([chain._root, *chain.keys]))
+    return b"".join(parts)
+
+
+def in_pieces(rng, tokens, images, page_tokens, salt):
+    chain, start = PageChain(page_tokens, salt), 0
+    while start < len(tokens):
+        end = rng.randint(start + 1, len(tokens))
+        chain.extend(np.array(tokens[start:end], np.int32), {at: each for at, each in images.items() if start <= at < end})
+        start = end
+    return chain
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32).map(random.Random))
+def test_keys_are_equal_exactly_if_everything_before_them_is(rng):
+    """Histories of sequences that differ in salt, tokens, pictures and page size: no part can be taken for another one."""
+    chains, said, roots = [], {}, set()
+    for _ in range(12):
+        page_tokens, salt = rng.choice([1, 2, 4]), crafted(rng, chains)
+        tokens = rng.choices((0, 1, 7), k=rng.randrange(3 * page_tokens + 1))
+        if rng.random() < 0.5:  # the tokens of what an unframed hash would take the salt for
+            tail = salt[len(salt) % 4 :]
+            tokens = np.frombuffer(tail, "<i4").clip(0).tolist() + tokens
+        images = {at: rng.choice(ATOMS) for at in range(len(tokens)) if rng.random() < 0.25}
+        chain = chain_of(tokens, page_tokens=page_tokens, salt=salt, images=images)
+        assert in_pieces(rng, tokens, images, page_tokens, salt).keys == chain.keys
+        for index, key in enumerate(chain.keys):
+            end = (index + 1) * page_tokens
+            meaning = (page_tokens, salt, tuple(tokens[:end]), tuple((at, each) for at, each in images.items() if at < end))
+            assert said.setdefault(key, meaning) == meaning, "two meanings have one key"
+        chains.append(chain)
+        roots.add(chain._root)
+    assert len(set(said.values())) == len(said), "one meaning has two keys"
+    assert not said.keys() & roots, "a root is no page"
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_a_salt_that_imitates_a_key_reaches_no_page(depth):
+    """Without domains the root of a crafted salt is another tenant's page, and all pages after it are shared."""
+    theirs = chain_of(range(16), salt=b"")
+    before = [theirs._root, *theirs.keys][depth]
+    page = struct.pack("<4i", *range(4 * depth, 4 * depth + 4))
+    for salt in (before, before + page, before + page + struct.pack("<I", 0), struct.pack("<II", FORMAT_VERSION, 4) + before):
+        ours = chain_of(range(4 * depth, 16), salt=salt)
+        assert set(ours.keys).isdisjoint(theirs.keys)
+        assert ours._root not in theirs.keys
+
+
+def test_a_picture_that_reaches_into_the_next_page_tells_its_pages_apart():
+    keys = [chain_of([9] * 12, images={2: image}).keys for image in (b"cat", b"dog", b"ca")]
+    assert len({key for each in keys for key in each}) == 9
+
+
+def test_two_pictures_that_change_places_are_others():
+    keys = [chain_of([9] * 8, images=dict(zip((0, 5), order, strict=True))).keys for order in ((b"a", b"b"), (b"b", b"a"))]
+    assert set(keys[0]).isdisjoint(keys[1])
+
+
+def test_another_page_size_is_another_format():
+    assert set(chain_of([9] * 8, page_tokens=4).keys).isdisjoint(chain_of([9] * 8, page_tokens=2).keys)
 
 
 def test_a_copy_goes_its_own_way():
