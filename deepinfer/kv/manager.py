@@ -10,7 +10,9 @@ rule follows for callers: within the making of one plan, what the plan itself br
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +23,10 @@ from deepinfer.kv.pages import Pool
 from deepinfer.kv.prefix import PageChain, PrefixIndex, Removed, Stored
 
 _ROLLBACK_TOKENS = 6  # drafts and the token behind them, which a verification may rewrite
+_RESEND_SHARE = 8  # of the slots that no request holds, one in so many is left to resend states where room is short
+
+SaveKind = Literal["asked", "resend", "progress"]
+"""Why a state is saved: a caller asked for it; the same prompt sent again can start from it; or it is as far as a request got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +74,63 @@ class CacheCounts:
     num_evicted_states: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Saved:
-    """A state at the end of the page ``key``, in ``slot``."""
+    """A state at the end of the page ``key``, in ``slot``; ``is_resend`` if nobody but a resend needs it."""
 
     key: bytes
     slot: int
     window_floor: int
     decoder_floor: int | None
+    is_resend: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pending:
+    """A copy that is not reported yet.
+
+    Attributes:
+        given_up: what the slot held before.
+        is_superseded: whether a later copy of the same request goes to the same slot.
+    """
+
+    kind: SaveKind
+    slot: int
+    given_up: _Saved | None = None
+    is_superseded: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Saves:
+    """What a request saved, as far as it knows; others may have taken the slots since.
+
+    Attributes:
+        progress: the state that its next progress save replaces.
+        resend: its resend states.
+        asked: its states that were asked for.
+        pending: copies that are not reported, oldest first; of those to one slot all but the last are superseded.
+    """
+
+    progress: _Saved | None = None
+    resend: list[_Saved] = field(default_factory=list)
+    asked: list[_Saved] = field(default_factory=list)
+    pending: deque[_Pending] = field(default_factory=deque)
+
+    @property
+    def slots(self) -> Iterator[int]:
+        """Slots that copies go to, each once."""
+        return (each.slot for each in self.pending if not each.is_superseded)
+
+    @property
+    def states(self) -> list[_Saved]:
+        """All of them."""
+        return self.asked + self.resend + ([] if self.progress is None else [self.progress])
 
 
 class Holding:
     """What one request holds.  Changed by its manager only.
 
-    Invariant: has one reference to its slot, to each of its pages, to the slot it saves to, and until :meth:`KVManager.restored`
+    Invariant: has one reference to its slot, to each of its pages, to each slot it saves to, and until :meth:`KVManager.restored`
     to the slot and the page that are copied for it.  The first ``num_published`` pages bear keys.
 
     Attributes:
@@ -95,9 +144,7 @@ class Holding:
     __slots__ = (
         "_array",
         "_copied_page",
-        "_given_up",
-        "_save_to",
-        "_saved",
+        "_saves",
         "_view",
         "num_hit_tokens",
         "num_published",
@@ -114,9 +161,7 @@ class Holding:
         self.window_floor = window_floor
         self.restore_from: int | None = None
         self._copied_page: int | None = None
-        self._save_to: int | None = None
-        self._saved: _Saved | None = None
-        self._given_up: _Saved | None = None  # what the slot that is saved to held before
+        self._saves = _Saves()
         self._array = np.empty(0, dtype=np.int32)
         self._view = self._array
         self._append(page_ids)
@@ -201,6 +246,11 @@ class KVManager:
         self._holdings: set[Holding] = set()
 
     # What there is
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether anything is published, saved and found."""
+        return self._is_caching
 
     @property
     def num_pages(self) -> int:
@@ -371,14 +421,13 @@ class KVManager:
         self._holdings.remove(holding)
         self.restored(holding)
         self._drop_slot(holding.slot)
-        if holding._save_to is not None:
-            self._drop_slot(holding._save_to)
-            holding._save_to = None
+        for slot in holding._saves.slots:
+            self._drop_slot(slot)
         for page in reversed(holding.page_ids.tolist()):
             self._drop_page(page)
-        state = holding._saved
-        if state is not None and self._saved.get(state.key) is state and state.key not in self.index:
-            self._forget(state)
+        for state in holding._saves.states:
+            if self._saved.get(state.key) is state and state.key not in self.index:
+                self._forget(state)
 
     def fork(self, holding: Holding, num_tokens: int) -> tuple[Holding, list[tuple[int, int]]] | None:
         """Let a second request continue the first ``num_tokens`` tokens of one, which are computed.
@@ -433,55 +482,100 @@ class KVManager:
             self._pages.free(page)
         holding.num_published = last
 
-    def save_slot(self, holding: Holding) -> int | None:
-        """Choose the slot for a copy of the request's state, giving up the state it saved before, or else the one unused longest.
+    def save_slot(self, holding: Holding, kind: SaveKind = "progress", *, key: bytes | None = None) -> int | None:
+        """Choose the slot for a copy of the request's state; see :meth:`_giving_way` for what is given up.
 
-        Not for positions inside a replay, where the state is still being rebuilt.
+        Each progress save goes to the slot of the one before, unless somebody copies from that.  Not for positions inside a
+        replay, where the state is still being rebuilt.  Every slot that is given is reported to :meth:`saved`, in order; the one
+        that was given last may be reported to :meth:`unsaved` instead.
+
+        Args:
+            key: of the page before the position, if it is known already: a state that is there is not saved again.
 
         Returns:
-            None if none is to be had, if the cache is off, or while an earlier copy still waits for :meth:`saved`.
+            None if none is to be had, if the cache is off, or if such a state is there.
         """
-        if not self._is_caching or holding._save_to is not None:
+        if not self._is_caching:
             return None
-        before, holding._saved = holding._saved, None
-        if before is not None and self._saved.get(before.key) is before and self._slots.counts[before.slot] == 0:
-            self._slots.hold(before.slot)
-            self._forget(before)
-            holding._save_to, holding._given_up = before.slot, before
-        elif self._slots.num_available:
-            holding._save_to = self._take_slot()
-        return holding._save_to
+        saves = holding._saves
+        if key is not None and (known := self._saved.get(key)) is not None:
+            self._renew(holding, known, kind)
+            return None
+        if kind == "resend" and not self._has_room_for_resend(holding):
+            return None
+        pending = _Pending(kind=kind, slot=0)
+        if kind == "progress":
+            before, saves.progress = saves.progress, None
+            for each in saves.pending:
+                if each.kind == "progress" and not each.is_superseded:
+                    each.is_superseded, pending.slot = True, each.slot
+            if before is not None and self._is_idle(before):
+                self._slots.hold(before.slot)
+                self._forget(before)
+                pending.slot, pending.given_up = before.slot, before
+        if not pending.slot and self._slots.num_free:
+            pending.slot = self._take_slot()
+        elif not pending.slot:
+            state = self._giving_way(holding, kind)
+            if state is None:
+                return None
+            self._forget(state)
+            self.counts = replace(self.counts, num_evicted_states=self.counts.num_evicted_states + 1)
+            pending.slot = self._take_slot()
+        saves.pending.append(pending)
+        return pending.slot
 
     def unsaved(self, holding: Holding) -> None:
-        """Nothing was copied to the slot that :meth:`save_slot` gave: it is free, or holds the state of before again."""
-        slot, holding._save_to = holding._save_to, None
-        assert slot is not None, "a slot is given back that save_slot did not give"
-        state, holding._given_up = holding._given_up, None
+        """Nothing was copied to the slot that :meth:`save_slot` gave last: it is free, or holds again what it held before."""
+        saves = holding._saves
+        assert saves.pending, "a slot is given back that save_slot did not give"
+        last = saves.pending.pop()
+        for each in reversed(saves.pending):
+            if each.slot == last.slot:
+                each.is_superseded = False
+                return
+        state = last.given_up
         if state is not None and state.key in self.index and state.key not in self._saved:
-            self._saved[state.key] = self._saved_in[slot] = holding._saved = state
-        self._drop_slot(slot)
+            self._saved[state.key] = self._saved_in[last.slot] = saves.progress = state
+        self._drop_slot(last.slot)
 
     def saved(self, holding: Holding, chain: PageChain, num_tokens: int, *, decoder_floor: int | None = None) -> None:
-        """The copy of the state at ``num_tokens`` is in a complete plan: it can be found as soon as the page before it can.
+        """The oldest copy that is not reported, of the state at ``num_tokens``, is in a complete plan.
+
+        It can be found as soon as the page before it can, unless a later copy goes to the same slot.
 
         Args:
             chain: keys of the request's tokens, at least of those.
             num_tokens: a page boundary.
             decoder_floor: where the request's decoder half begins; None if that runs over all tokens.
         """
-        slot, holding._save_to, holding._given_up = holding._save_to, None, None
-        assert slot is not None, "a state was copied to a slot that save_slot did not give"
+        saves = holding._saves
+        assert saves.pending, "a state was copied to a slot that save_slot did not give"
         assert num_tokens % self._page_tokens == 0, f"a state at {num_tokens} is not at a page boundary and can never be hit"
         assert num_tokens >= holding.num_hit_tokens, f"the state at {num_tokens} lies inside a replay and is not whole"
-        key = chain.keys[num_tokens // self._page_tokens - 1]
-        known = self._saved.get(key)
-        if known is None:
-            state = _Saved(key=key, slot=slot, window_floor=holding.window_floor, decoder_floor=decoder_floor)
-            self._saved[key] = self._saved_in[slot] = holding._saved = state
-        else:  # used once more: now the last to be given up
-            self._slots.hold(known.slot)
-            self._drop_slot(known.slot)
-        self._drop_slot(slot)
+        first = saves.pending.popleft()
+        state = _Saved(
+            key=chain.keys[num_tokens // self._page_tokens - 1],
+            slot=first.slot,
+            window_floor=holding.window_floor,
+            decoder_floor=decoder_floor,
+            is_resend=first.kind == "resend",
+        )
+        if first.is_superseded:
+            next(each for each in saves.pending if each.slot == first.slot).given_up = state
+            return
+        known = self._saved.get(state.key)
+        if known is not None:
+            self._renew(holding, known, first.kind)
+        else:
+            self._saved[state.key] = self._saved_in[first.slot] = state
+            if first.kind == "progress":
+                saves.progress = state
+            elif first.kind == "resend":
+                saves.resend.append(state)
+            else:
+                saves.asked.append(state)
+        self._drop_slot(first.slot)
 
     # Inside
 
@@ -507,6 +601,59 @@ class KVManager:
 
     def _drop_slot(self, slot: int) -> None:
         self._slots.drop(slot, keep=slot in self._saved_in)
+
+    def _is_idle(self, state: _Saved) -> bool:
+        """Whether a state can be found and nobody copies from it."""
+        return self._saved.get(state.key) is state and self._slots.counts[state.slot] == 0
+
+    def _renew(self, holding: Holding, state: _Saved, kind: SaveKind) -> None:
+        """A state that is there would be saved once more: now it is the last to be given up."""
+        self._slots.hold(state.slot)
+        self._drop_slot(state.slot)
+        state.is_resend = state.is_resend and kind == "resend"
+        if kind == "asked":
+            holding._saves.asked.append(state)
+            if holding._saves.progress is state:
+                holding._saves.progress = None
+
+    def _resend_share(self) -> int:
+        """Resend states that progress states leave their slots where room is short."""
+        return self._slots.num_available // _RESEND_SHARE
+
+    def _has_room_for_resend(self, holding: Holding) -> bool:
+        """Whether a resend state costs no more than it may.
+
+        Its request needs another slot for its progress.  With few slots, one that continues from a hit, as the turn of a session
+        does, must find both without giving up what another session continues from.
+        """
+        if self._slots.num_available < 2:
+            return False
+        if not holding.num_hit_tokens or self._resend_share():
+            return True
+        saves = holding._saves
+        has_progress = any(each.kind == "progress" for each in saves.pending)
+        has_progress = has_progress or (saves.progress is not None and self._is_idle(saves.progress))
+        num_resend = sum(self._saved_in[slot].is_resend for slot in self._slots.kept)
+        return self._slots.num_free + num_resend + has_progress >= 2
+
+    def _giving_way(self, holding: Holding, kind: SaveKind) -> _Saved | None:
+        """The state to give up for a save, no slot being free.
+
+        Resend states of other requests go first where there are more of them than their share, else the others, each the one
+        unused longest.  The request's own resend state comes behind them all, and of what was asked for it gives up nothing but
+        for what is asked for.
+        """
+        saves = holding._saves
+        kept = [self._saved_in[slot] for slot in self._slots.kept]
+        resend = [state for state in kept if state.is_resend and state not in saves.resend]
+        others = [state for state in kept if not state.is_resend and state not in saves.asked]
+        num_resend, share = sum(state.is_resend for state in kept), self._resend_share()
+        is_over = num_resend >= max(1, share) if kind == "resend" else num_resend > share
+        order = resend + others if is_over else others + resend
+        order += [state for state in kept if state.is_resend and state in saves.resend]
+        if kind == "asked":
+            order += [state for state in kept if state in saves.asked]
+        return order[0] if order else None
 
     def _forget(self, state: _Saved) -> None:
         """A state can no longer be found; its slot is free unless somebody holds it."""
@@ -541,7 +688,7 @@ class KVManager:
                 pages[page] += 1
                 has_key = self.index.key_of(page) is not None
                 assert has_key or position >= holding.num_published, f"published page {page} has no key"
-            for slot in (holding.slot, holding._save_to, holding.restore_from):
+            for slot in (holding.slot, *holding._saves.slots, holding.restore_from):
                 if slot is not None:
                     slots[slot] += 1
             if holding._copied_page is not None:
@@ -550,10 +697,13 @@ class KVManager:
         assert slots == self._slots.counts, "references to slots are not those of the holdings"
         assert self._saved_in == {state.slot: state for state in self._saved.values()}, "slots and keys of states disagree"
         assert self._slots.kept <= self._saved_in.keys(), "a slot is kept that holds no state"
-        pending = {holding._saved for holding in self._holdings}
+        pending = {state for holding in self._holdings for state in holding._saves.states}
         for state in self._saved.values():
             assert state.slot in self._slots.kept or slots[state.slot], f"the state in slot {state.slot} is free and can be found"
             assert state.key in self.index or state in pending, "a saved state has no page"
         for holding in self._holdings:
             assert holding.slot not in self._saved_in, f"slot {holding.slot} is written by a request and can be found"
-            assert holding._save_to not in self._saved_in, f"slot {holding._save_to} is copied to and can be found"
+            saves = holding._saves
+            assert self._saved_in.keys().isdisjoint(saves.slots), "a slot is copied to and can be found"
+            last = {each.slot: each for each in saves.pending}
+            assert all(each.is_superseded == (last[each.slot] is not each) for each in saves.pending), "the last copy counts"

@@ -69,6 +69,7 @@ class Row:
         num_room_tokens: tokens that its pages can take.
         num_published_tokens: page boundary up to which its pages are in the index.
         stops: positions at which a chunk of the prefill must end.
+        resend_position: page boundary at which the same prompt sent again finds a state; 0 for none.
         saving: where the rounds in flight shall save state, or None.
         prompt_logprobs: log-probabilities of the first tokens of its prompt, if it asked for them.
         window_floor, write_floor: see :class:`~deepinfer.step.Chunk`.
@@ -105,6 +106,7 @@ class Row:
         "parent",
         "prompt_logprobs",
         "request",
+        "resend_position",
         "saving",
         "slot",
         "stop_token_ids",
@@ -178,6 +180,7 @@ class Row:
         self.saving: Saving | None = None
         self.prompt_logprobs: list[float | None] = [None]
         self.stops: tuple[int, ...] = ()
+        self.resend_position = 0
         self.window_floor = self.write_floor = 0
 
     def extend_chain(self, num_tokens: int) -> None:

@@ -494,9 +494,13 @@ class Scheduler:
     def _set_prefill(self, row: Row) -> None:
         # A token that was generated is the anchor of the round that comes next, as if there had been no break.
         row.num_prefill_tokens = row.num_tokens - int(row.num_output_tokens > 0)
-        stops = set(row.request.checkpoints)
+        stops, page = set(row.request.checkpoints), self._page_tokens
         if self.limits.save_states:
-            stops.add(row.num_prefill_tokens // self._page_tokens * self._page_tokens)
+            stops.add(row.num_prefill_tokens // page * page)
+            # A hit of the same prompt ends here at the latest.
+            row.resend_position = max(0, row.num_prompt_tokens - self.kv.margin) // page * page
+            if self.kv.is_caching and self.kv.num_free_slots > 2:  # the row takes one, and its last state another
+                stops.add(row.resend_position)
         row.stops = tuple(sorted(stops))
 
     def _start(self, making: PlanBuilder, row: Row, holding: Holding, start: int, count: int) -> None:
@@ -589,7 +593,12 @@ class Scheduler:
         if self._waiting and kv.num_free_slots <= 1 and len(self._running) < self.limits.max_num_seqs:
             return None
         assert row.holding is not None, "a planned row runs"
-        return kv.save_slot(row.holding)
+        key = row.chain.keys[end // self._page_tokens - 1] if end <= row.chain.num_tokens else None
+        if end in row.request.checkpoints:
+            return kv.save_slot(row.holding, "asked", key=key)
+        if end == row.resend_position and (slot := kv.save_slot(row.holding, "resend", key=key)) is not None:
+            return slot
+        return kv.save_slot(row.holding, "progress", key=key)
 
     def _decoder_floor(self, row: Row) -> int | None:
         return row.decoder_floor if self.limits.decoder_keep_tokens else None

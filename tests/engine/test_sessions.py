@@ -21,7 +21,7 @@ EXACT_REPLAY = CONFIG.num_hidden_layers * (WINDOW - 1)
 class Engine:
     """A scheduler one step ahead of a worker that checks every read; pages for two whole sessions, one request at a time."""
 
-    def __init__(self, *, num_spare_slots, replay_tokens):
+    def __init__(self, *, num_spare_slots, replay_tokens, budget=4096):
         num_pages, num_slots = 2 * LAYOUT.pages_for(MAX_MODEL_LEN) + 1, 2 + num_spare_slots
         self.kv = KVManager(
             LAYOUT,
@@ -33,7 +33,7 @@ class Engine:
         limits = Limits(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=1,
-            max_num_batched_tokens=4096,
+            max_num_batched_tokens=budget,
             eos_token_id=CONFIG.eos_token_id,
             image_token_id=CONFIG.image_token_id,
         )
@@ -115,3 +115,21 @@ def test_with_room_for_both_states_nothing_is_replayed(seed):
     assert (counts.num_replay_hits, counts.num_state_hits) == (0, len(could))
     assert counts.num_replayed_tokens == 0
     assert were == could
+
+
+def asked(name, text, checkpoints=()):
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True, seq_seed=0)
+    return Request(request_id=name, prompt_token_ids=tuple(text), params=sampling, checkpoints=checkpoints)
+
+
+@pytest.mark.parametrize("budget", [128, 200, 256, 4096])
+@pytest.mark.parametrize("checkpoints", [(256,), (128, 256), (256, 384, 640)])
+def test_what_was_asked_for_and_what_a_resend_needs_are_found(budget, checkpoints, seed):
+    engine, rng = Engine(num_spare_slots=6, replay_tokens=WINDOW, budget=budget), np.random.default_rng(seed)
+    text = rng.integers(100, 1000, 700).tolist()
+    engine.answer(asked("first", text, checkpoints))
+    assert engine.answer(asked("again", text))[0].num_cached_tokens == (700 - engine.kv.margin) // PAGE * PAGE
+    for position in checkpoints:
+        more = rng.integers(100, 1000, engine.kv.margin).tolist()
+        assert engine.answer(asked(f"shares {position}", text[:position] + more))[0].num_cached_tokens == position
+    assert engine.kv.counts.num_replayed_tokens == 0

@@ -43,7 +43,7 @@ class Sim:
 
     Attributes:
         contents: for each position the number of what ends there.
-        pending_save: position and slot of a state that was copied and not reported.
+        copies: position and slot of each state that was copied and not reported, oldest first.
         saving_to: slot for a state that may be copied, and is not yet.
         forks: requests whose state is to be copied from this one.
         page_copies: to be done before the first step.
@@ -58,7 +58,7 @@ class Sim:
     decoder_floor: int | None = None
     holding: Holding | None = None
     num_computed: int = 0
-    pending_save: tuple[int, int] | None = None
+    copies: list[tuple[int, int]] = field(default_factory=list)
     saving_to: int | None = None
     forks: list["Sim"] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -247,19 +247,34 @@ class History:
             return False
         slot, sim.saving_to = sim.saving_to, None
         if slot is None:
-            slot = self.manager.save_slot(sim.holding)
-            assert slot is None or sim.pending_save is None
+            slot = self.save_slot(sim, self.rng.choice(("asked", "resend", "progress", "progress")), position)
         if slot is None:
             return False
         assert self.in_slot[sim.holding.slot] == self.state(sim, position), "the state of a running request was overwritten"
         self.in_slot[slot] = self.state(sim, position)
-        sim.pending_save = (position, slot)
+        sim.copies.append((position, slot))
         return self.rng.random() < 0.5 or self.report(sim)
+
+    def save_slot(self, sim, kind, position=0):
+        key = sim.chain.keys[position // self.page_tokens - 1] if position and self.rng.random() < 0.5 else None
+        before, is_there = self.fingerprint(), key in self.manager._saved
+        own = [state.slot for state in sim.holding._saves.asked if self.manager._is_idle(state)]
+        slot = self.manager.save_slot(sim.holding, kind, key=key)
+        if is_there or slot is None:
+            assert slot is None
+            assert self.fingerprint() == before
+            self.seen["there already"] += is_there
+        elif kind == "progress":
+            assert slot not in own, "what was asked for gives way to what was not"
+        if slot is not None:
+            self.seen[kind] += 1
+            self.seen["superseded"] += any(slot == other for _, other in sim.copies)
+        return slot
 
     def reserve(self, sim):
         """Ask for a slot before it is known whether anything will be copied to it."""
         if sim.saving_to is None:
-            sim.saving_to = self.manager.save_slot(sim.holding)
+            sim.saving_to = self.save_slot(sim, "progress")
         return sim.saving_to is not None
 
     def give_back(self, sim):
@@ -273,12 +288,12 @@ class History:
         return True
 
     def report(self, sim):
-        if sim.pending_save is None:
+        if not sim.copies:
             return False
-        position, slot = sim.pending_save
-        assert self.in_slot[slot] == self.state(sim, position), "a slot was handed out while a state was copied to it"
+        position, slot = sim.copies.pop(0)
+        if slot not in [other for _, other in sim.copies]:
+            assert self.in_slot[slot] == self.state(sim, position), "a slot was handed out while a state was copied to it"
         self.manager.saved(sim.holding, sim.chain, position, decoder_floor=sim.decoder_floor)
-        sim.pending_save = None
         self.seen["saved"] += 1
         return True
 
@@ -374,6 +389,9 @@ def test_nothing_is_lost_or_wrong_in_a_long_history(name, part, seed):
         history.operate()
     history.finish()
     expected = {"none", "state", "replay", "saved", "unsaved", "found again", "forked", "twin", "stepped in"}
+    expected |= {"asked", "progress", "superseded", "there already"}
+    if name != "few slots":  # one slot beside a request's own is not enough for two states
+        expected |= {"resend"}
     if name.startswith("few"):
         expected |= {"not admitted", "taken over", "preempted"}
     assert expected <= history.seen.keys(), f"never seen, so nothing is shown about: {expected - history.seen.keys()}"
@@ -663,18 +681,118 @@ def test_a_request_has_one_saved_state_and_it_outlives_the_request():
     assert manager.num_free_slots == manager.num_slots
 
 
-def test_a_second_copy_waits_for_the_report_of_the_first():
+def test_a_copy_of_progress_goes_over_the_one_before_that_is_not_reported_yet():
     manager = manager_of()
     holding, chain = run(manager, range(40))
     slot = manager.save_slot(holding)
     assert slot is not None
-    assert manager.save_slot(holding) is None
+    assert manager.save_slot(holding) == slot
     manager.saved(holding, chain, 12)
+    assert manager.num_saved_states == 0, "the slot holds another state by now"
+    manager.check()
+    manager.saved(holding, chain, 16)
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("state", 16)
     assert manager.save_slot(holding) == slot
     manager.release(holding)
     assert manager.num_free_slots == manager.num_slots
     assert manager.num_saved_states == 0
     manager.check()
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_copy_that_was_not_made_leaves_the_one_before_it(is_reported):
+    manager = manager_of()
+    holding, chain = run(manager, range(40))
+    for _ in range(2):
+        manager.save_slot(holding)
+    if is_reported:
+        manager.saved(holding, chain, 12)
+    manager.unsaved(holding)
+    manager.check()
+    if not is_reported:
+        manager.saved(holding, chain, 12)
+    assert kind_of(manager.plan_hit(chain, 40, exact=True)) == ("state", 12)
+    manager.release(holding)
+    assert manager.num_free_slots == manager.num_slots
+    manager.check()
+
+
+def saved_as(manager, holding, chain, kind, position):
+    slot = manager.save_slot(holding, kind, key=chain.keys[position // 4 - 1])
+    if slot is not None:
+        manager.saved(holding, chain, position)
+        manager.check()
+    return slot
+
+
+def states_of(manager, chain):
+    return [4 * (at + 1) for at, key in enumerate(chain.keys) if key in manager._saved]
+
+
+@pytest.mark.parametrize("num_slots", [4, 5, 6, 9])
+def test_what_was_asked_for_and_what_a_resend_needs_outlive_the_requests_own_progress(num_slots):
+    manager = manager_of(num_slots=num_slots)
+    holding, chain = run(manager, range(40))
+    saved_as(manager, holding, chain, "progress", 4)
+    saved_as(manager, holding, chain, "asked", 8)
+    for kind, position in (("progress", 12), ("resend", 32), ("progress", 36), ("progress", 40)):
+        saved_as(manager, holding, chain, kind, position)
+    assert states_of(manager, chain) == ([8, 40] if num_slots == 4 else [8, 32, 40])
+
+
+def test_progress_never_takes_the_slot_of_what_its_request_asked_for():
+    manager = manager_of(num_slots=3)
+    holding, chain = run(manager, range(40))
+    assert saved_as(manager, holding, chain, "asked", 8) is not None
+    assert saved_as(manager, holding, chain, "progress", 12) is None
+    assert saved_as(manager, holding, chain, "resend", 16) is None
+    assert states_of(manager, chain) == [8]
+    assert saved_as(manager, holding, chain, "asked", 20) is not None
+    manager.release(holding)
+    other, _ = run(manager, range(100, 140))
+    assert saved_as(manager, other, chain_of(range(100, 140)), "progress", 12) is not None, "another request may"
+    assert states_of(manager, chain) == []
+
+
+def test_a_state_that_is_there_is_not_saved_again():
+    manager = manager_of(num_slots=4)
+    _, chain = run(manager, range(40), saves=[12])
+    second, _ = run(manager, range(12), saves=[])
+    for kind in ("progress", "resend", "asked"):
+        assert manager.save_slot(second, kind, key=chain.keys[2]) is None
+    assert manager.num_free_slots == manager.num_slots - 2
+    assert states_of(manager, chain) == [12]
+
+
+def test_a_resend_state_of_a_session_pushes_no_other_session_out():
+    """Three slots beside the running one are as many as two sessions need for states that they continue from."""
+    manager = manager_of(num_slots=5, num_pages=80)
+    texts = {name: list(range(start, start + 20)) for name, start in (("a", 0), ("b", 1000))}
+    for turn in range(6):
+        for text in texts.values():
+            chain = chain_of(text)
+            hit = manager.plan_hit(chain, len(text))
+            assert (hit.kind, hit.num_tokens) == (("state", len(text) - 8) if turn else ("none", 0))
+            holding = manager.admit(chain, hit, len(text))
+            manager.restored(holding)
+            manager.publish(holding, chain, len(text))
+            saved_as(manager, holding, chain, "resend", len(text) - 4)
+            saved_as(manager, holding, chain, "progress", len(text))
+            manager.release(holding)
+            text += range(text[-1] + 1, text[-1] + 9)
+
+
+@pytest.mark.parametrize(("num_slots", "num_left"), [(4, 1), (9, 1), (18, 2), (34, 4)])
+def test_resend_states_keep_a_share_of_slots_that_are_all_in_use(num_slots, num_left):
+    manager = manager_of(num_slots=num_slots, num_pages=600)
+    for number in range(40):
+        text = range(100 * number, 100 * number + 20)
+        holding, chain = run(manager, text)
+        saved_as(manager, holding, chain, "resend", 16)
+        saved_as(manager, holding, chain, "progress", 20)
+        manager.release(holding)
+        assert states_of(manager, chain) == [16, 20], "the last one can be sent again"
+    assert sum(state.is_resend for state in manager._saved.values()) == num_left
 
 
 def test_a_slot_that_nothing_was_copied_to_holds_the_state_before_again():

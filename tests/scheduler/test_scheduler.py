@@ -63,7 +63,7 @@ def test_long_prompt_is_cut_to_the_budget_and_asks_for_logits_at_its_end():
 
 
 def test_answers_go_before_prompts():
-    world = World(max_num_batched_tokens=8)
+    world = World(max_num_batched_tokens=8, save_states=False)
     world.add("first", words(3))
     plan_of(world)
     world.add("second", words(20))
@@ -118,7 +118,7 @@ def test_requests_are_admitted_in_order_of_arrival_as_slots_allow():
 
 
 def test_request_waits_until_pages_for_its_whole_prompt_are_free_and_nobody_passes_it():
-    world = World(num_pages=9)
+    world = World(num_pages=9, save_states=False)
     world.add("a", words(20), 2, ignore_eos=True)
     world.add("b", words(20, first=40), 2)
     world.add("c", [WORD])
@@ -354,9 +354,8 @@ def test_state_with_another_decoder_floor_does_not_resume_a_preempted_request():
     while len(world.told("a")) < 34:
         plan_of(world)
     world.add("other", world.told("a")[:30], 1)
-    plan_of(world)
-    plan_of(world)
-    assert "other" in world.ended
+    while "other" not in world.ended:
+        plan_of(world)
     while len(world.told("a")) < 28 + keep:
         plan_of(world)
     world.add("c", words(3), 20, ignore_eos=True)
