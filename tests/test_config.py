@@ -5,12 +5,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.config import ModelConfig, check, config_json, engram_primes, load_config, named_config, parse_config
+from deepinfer.config.ranges import RANGES
 from deepinfer.errors import ConfigError
 from deepinfer.tokenizer import byte_tokenizer
 
@@ -212,6 +214,132 @@ def test_unreadable_file_is_named(tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def nested(depth):
+    value = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+GOLDEN = config_json(named_config("golden"))
+BIG = st.integers(10, 70).map(lambda bits: 2**bits)
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), BIG, BIG.map(lambda each: each + 1), st.integers(), st.floats(),
+    st.sampled_from([10**5000, -(10**4400), nested(100_000), {"a": nested(50_000)}, 1e-320, 1e300, "", "\ud800\n", [], {}]),
+    st.lists(st.integers(-2, 40), max_size=20), st.lists(BIG, max_size=3), st.lists(st.floats(), max_size=2), st.text(max_size=5),
+)  # fmt: skip
+
+
+def refusal(raw):
+    """What is said against a configuration, or None if it is accepted."""
+    try:
+        parse_config(raw)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(["golden", "full"]), st.sampled_from([*PATHS, "text_config", "vision_config", "beside"]), VALUES)
+def test_any_value_of_any_key_is_a_configuration_or_one_error_at_once(name, path, value):
+    raw = copy.deepcopy(GOLDEN if name == "golden" else PUBLISHED)
+    place, key = parent(raw, path)
+    place[key] = value
+    begin = time.process_time()
+    text = refusal(raw)
+    if text is None:
+        assert parse_config(config_json(parse_config(raw))) == parse_config(raw)
+    else:
+        assert key in text
+        assert "expected" in text
+        assert len(text) < 5000
+        text.encode()
+    assert time.process_time() - begin < 1
+
+
+LARGE = [path for path in PATHS if isinstance(parent(GOLDEN, path)[0].get(path.rpartition(".")[2]), int)]
+
+
+@pytest.mark.parametrize("value", [10**6, 10**9, 2**62, 10**30, -1, 10**5000], ids=lambda value: f"{value.bit_length()} bits")
+def test_no_whole_number_is_thought_about_for_long(value):
+    for path in LARGE:
+        raw = copy.deepcopy(GOLDEN)
+        place, key = parent(raw, path)
+        if isinstance(place[key], bool):
+            continue
+        place[key] = value
+        begin = time.process_time()
+        text = refusal(raw)
+        assert text is None or key in text
+        assert time.process_time() - begin < 1, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_the_shipped_shapes_lie_well_inside_their_ranges(name):
+    config = named_config(name)
+    for prefix, owner in (("", config), ("", config.rope_scaling), ("vision_config.", config.vision)):
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name)
+            if isinstance(value, int | float):
+                low, high = RANGES.get(prefix + field.name)
+                assert low <= value <= high / 2, field.name
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"dtype": "bfloat16", "dtype": "float16"}', "the key dtype stands twice"),
+        (b'{"text_config": {"x": 1, "y": 2, "x": 1}}', "the key x stands twice"),
+        (b"1" * 5000, "expected an object"),
+        (b"NaN", "expected an object"),
+        (
+            b'{"text_config": {"vocab_size": ' + b"7" * 5000 + b"}}",
+            r"text_config.vocab_size is 777\S*\.\.\.; expected an integer",
+        ),
+        (b'{"\\ud800": 1, "a\\nb": 2}', "unknown key"),
+        (b" " * (5 << 20) + b"{}", "larger than the 4 MiB"),
+        (b'{"text_config.hidden_size": 5120}', "text_config.hidden_size is an unknown key"),
+        (json.dumps({f"key{number}": number for number in range(50_000)}).encode(), "more than 20 settings"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_file_of_any_content_is_refused_in_words_at_once(tmp_path, content, says):
+    (tmp_path / "config.json").write_bytes(content)
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_config(tmp_path)
+    assert time.process_time() - begin < 1
+    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value)) < 10_000
+    str(caught.value).encode()
+
+
+def test_folder_in_the_place_of_the_file_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_byte_order_mark_in_front_of_the_file_is_no_content(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED), encoding="utf-8-sig")
+    assert load_config(tmp_path) == named_config("full")
+
+
+def test_numbers_that_are_large_only_together_are_refused():
+    golden = named_config("golden")
+    for change, key in (
+        ({"n_routed_experts": 4096, "num_nextn_predict_layers": 64, "dspark_n_routed_experts": 4096,
+          "compress_ratios": golden.compress_ratios[:12] + (0,) * 64}, "n_routed_experts"),
+        ({"engram_n_heads": 256, "engram_max_ngram_size": 16}, "engram_n_heads"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{key} is .* expected"):
+            check(dataclasses.replace(golden, **change))
+
+
 VIOLATIONS = [
     ({"hidden_size": 100}, "hidden_size"),
     ({"hidden_size": 0}, "hidden_size"),
@@ -227,6 +355,12 @@ VIOLATIONS = [
     ({"candidate_topk_blocks": 2}, "candidate_topk_blocks"),
     ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
     ({"sliding_window": -1}, "sliding_window"),
+    ({"sliding_window": 7}, "sliding_window"),
+    ({"sliding_window": 129}, "sliding_window"),
+    ({"sliding_window": 1 << 17}, "sliding_window"),
+    ({"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters"),
+    ({"rope_theta": 1.0}, "rope_theta"),
+    ({"rms_norm_eps": 1e-60}, "rms_norm_eps"),
     ({"image_token_id": 256}, "image_token_id"),
     ({"image_token_id": 1}, "image_token_id"),
     ({"dspark_noise_token_id": 300}, "dspark_noise_token_id"),

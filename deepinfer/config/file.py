@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepinfer.config.model import ModelConfig, RopeScaling, VisionConfig, engram_primes
+from deepinfer.config.ranges import MAX_ENGRAM_COLUMNS, MAX_EXPERTS, RANGES
 from deepinfer.errors import ConfigError
 
 # ------------------------------------------------------------------ the file's keys
@@ -72,6 +74,12 @@ _SAME_AS = {"text_config.index_k_source_layer_ids": "text_config.kv_source_layer
 """Optional key -> the key it must repeat: index keys are always written where main entries are."""
 
 _ADVICE = "correct config.json, or serve a checkpoint of DeepSeek-V4.1-Flash"
+_MAX_FILE_BYTES = 4 << 20
+"""The published file has 4 KB; what is a thousand times as large is another file."""
+_MAX_DIGITS = 1000
+"""More than any number here has, fewer than Python converts."""
+_SHOWN_LENGTH = 80
+_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,21 +162,41 @@ def _equals(value: object, expected: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A JSON value on one line, the end of a long one left out."""
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = "nested too deeply to be shown"
+    except ValueError:  # Python converts no integer of more than 4300 digits to text
+        text = "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_LENGTH else text[: _SHOWN_LENGTH - 3] + "..."
+
+
+def _named(path: str) -> str:
+    """A key's path as it is, or quoted and shortened where it would not stand in a sentence."""
+    return path if path.isprintable() and len(path) <= _SHOWN_LENGTH else _shown(path)
 
 
 def _flatten(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Leaf values by dotted path, and what is wrong with the sections themselves, by section."""
-    flat: dict[str, Any] = dict(raw)
+    flat: dict[str, Any] = {}
     problems = {}
+
+    def take(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if "." in name:  # as a path it would pass for a key of a section
+                problems[prefix + name] = _unknown(prefix + name, value)
+            else:
+                flat[prefix + name] = value
+
+    take("", raw)
     for section in _SECTIONS:
         if section == "vision_config" and flat.get(section) is None:
             flat.pop(section, None)
         elif section in flat:
             inner = flat.pop(section)
             if isinstance(inner, dict):
-                flat.update({f"{section}.{name}": value for name, value in inner.items()})
+                take(f"{section}.", inner)
             else:
                 problems[section] = f"{section} is {_shown(inner)}; expected an object of settings; {_ADVICE}"
         elif section.rpartition(".")[0] not in problems:
@@ -177,9 +205,9 @@ def _flatten(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _unknown(path: str, value: object) -> str:
-    near = difflib.get_close_matches(path, _KEYS, n=1)
+    near = difflib.get_close_matches(path, _KEYS, n=1) if len(path) <= _SHOWN_LENGTH else []
     hint = f"; did you mean {near[0]}?" if near else ""
-    found = f"{path} is an unknown key (value {_shown(value)})"
+    found = f"{_named(path)} is an unknown key (value {_shown(value)})"
     return f"{found}; expected only the keys of DeepSeek-V4.1-Flash{hint}; remove or rename it"
 
 
@@ -200,9 +228,12 @@ def _expected_keys(has_vision: bool) -> dict[str, _Key]:
 
 
 def _raise_if(problems: Iterable[str]) -> None:
-    found = list(problems)
+    """Raise for one problem its sentence, for several a list, which ends where nobody would read on."""
+    found = list(itertools.islice(problems, _LISTED + 1))
     if len(found) == 1:
         raise ConfigError(found[0])
+    if len(found) > _LISTED:
+        raise ConfigError(f"more than {_LISTED} settings of the model are not usable:\n  " + "\n  ".join(found[:_LISTED]))
     if found:
         raise ConfigError(f"{len(found)} settings of the model are not usable:\n  " + "\n  ".join(found))
 
@@ -224,25 +255,29 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"config.json holds {_shown(raw)}; expected an object of settings; {_ADVICE}")
     flat, broken = _flatten(raw)
-    problems = list(broken.values())
     keys = _expected_keys(has_vision=raw.get("vision_config") is not None)
-    problems += [_unknown(path, value) for path, value in flat.items() if path not in keys]
-    for path, key in keys.items():
-        if path in flat:
-            problem = _value_problem(path, key, flat[path])
-            problems += [problem] if problem else []
-        elif not (key.is_optional or _ALIASES.get(path) in flat or any(path.startswith(f"{section}.") for section in broken)):
-            expected = _shown(key.value) if key.kind == "fixed" else key.kind
-            problems.append(f"{path} is missing; expected {expected}; add it as in the published config.json")
-    for path, other in _SAME_AS.items():
-        if flat.get(path) is not None and flat[path] != flat.get(other):
-            problems.append(
-                f"{path} is {_shown(flat[path])}; expected the value of {other}, {_shown(flat.get(other))}; remove it"
-            )
-    _raise_if(problems)
+    _raise_if(itertools.chain(broken.values(), _key_problems(flat, keys, broken)))
     config = _assemble(flat, keys)
     check(config)
     return config
+
+
+def _key_problems(flat: dict[str, Any], keys: dict[str, _Key], broken: dict[str, str]) -> Iterator[str]:
+    """What is wrong with leaf values, those in ``broken`` sections apart."""
+    for path, value in flat.items():
+        if path not in keys:
+            yield _unknown(path, value)
+    for path, key in keys.items():
+        if path in flat:
+            problem = _value_problem(path, key, flat[path])
+            if problem:
+                yield problem
+        elif not (key.is_optional or _ALIASES.get(path) in flat or any(path.startswith(f"{section}.") for section in broken)):
+            expected = _shown(key.value) if key.kind == "fixed" else key.kind
+            yield f"{path} is missing; expected {expected}; add it as in the published config.json"
+    for path, other in _SAME_AS.items():
+        if _is_a(flat.get(path), "list of integers") and flat[path] != flat.get(other):
+            yield f"{path} is {_shown(flat[path])}; expected the value of {other}, {_shown(flat.get(other))}; remove it"
 
 
 def _assemble(flat: dict[str, Any], keys: dict[str, _Key]) -> ModelConfig:
@@ -279,6 +314,21 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
+def _integer(text: str) -> int:
+    """An integer; of one that no range allows the first digits, for Python refuses to convert thousands of them."""
+    return int(text[:_MAX_DIGITS])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without repeated keys, of which JSON readers take one or the other."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {_named(repeated)} stands twice in one object")
+    return made
+
+
 def load_config(model_dir: Path) -> ModelConfig:
     """Read and check ``config.json`` of a model directory.
 
@@ -287,11 +337,21 @@ def load_config(model_dir: Path) -> ModelConfig:
     """
     path = model_dir / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; name a directory that holds a checkpoint with config.json"
         ) from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path} is larger than the {_MAX_FILE_BYTES >> 20} MiB that a configuration may have; "
+            "copy it again from the published model"
+        )
+    try:
+        raw = json.loads(content.decode("utf-8-sig"), parse_int=_integer, object_pairs_hook=_object)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; copy it again from the published model") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); copy it again from the published model") from error
     try:
@@ -302,13 +362,6 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 # ------------------------------------------------------------------ constraints
 
-_MAY_BE_ZERO = (
-    *_ROOT_FIELDS,
-    "engram_pad_token_id",
-    "dspark_noise_token_id",
-    "num_nextn_predict_layers",
-    "candidate_source_layer_id",
-)
 QUANT_BLOCK = 32
 """Values that share a scale in weights and activations.  Source: ``quantization_config.weight_block_size``."""
 
@@ -330,27 +383,40 @@ def _problem(path: str, found: object, expected: str, action: str = _ADVICE) -> 
     return f"{_PATHS.get(path, path)} is {_shown(found)}; expected {expected}; {action}"
 
 
+def _digits(bound: float) -> str:
+    """Format of a bound: integers in full."""
+    return "d" if isinstance(bound, int) else "g"
+
+
 def _number_problems(config: ModelConfig) -> Iterator[str]:
     owners: list[tuple[str, Any]] = [("", config), ("", config.rope_scaling)]
     owners += [("vision_config.", config.vision)] if config.vision else []
     for prefix, owner in owners:
         for field in dataclasses.fields(owner):
-            value, lowest = getattr(owner, field.name), 0 if field.name in _MAY_BE_ZERO else 1
-            if isinstance(value, int) and value < lowest:
-                yield _problem(prefix + field.name, value, f"an integer of at least {lowest}")
-            elif isinstance(value, float) and not 0 < value < math.inf:
-                yield _problem(prefix + field.name, value, "a positive number")
+            value = getattr(owner, field.name)
+            if isinstance(value, int | float):
+                low, high = RANGES[prefix + field.name]
+                if not low <= value <= high:
+                    kind = "an integer" if isinstance(low, int) else "a number"
+                    yield _problem(prefix + field.name, value, f"{kind} from {low:{_digits(low)}} to {high:{_digits(high)}}")
     for name in (*_ROOT_FIELDS, "engram_pad_token_id", "dspark_noise_token_id"):
         if getattr(config, name) >= config.vocab_size:
             yield _problem(name, getattr(config, name), f"a token id below vocab_size={config.vocab_size}")
-    if config.image_token_id in (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.dspark_noise_token_id):
-        yield _problem("image_token_id", config.image_token_id, "an id that no other special token has")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dspark_noise_token_id"):
+        if getattr(config, name) == config.image_token_id:
+            yield _problem("image_token_id", config.image_token_id, f"an id that no other special token has, unlike {name}")
     for name, limit in (
         ("num_experts_per_tok", "n_routed_experts"),
         ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
     ):
         if getattr(config, name) > getattr(config, limit):
             yield _problem(name, getattr(config, name), f"at most {limit}={getattr(config, limit)}")
+    if config.sliding_window % 2:
+        yield _problem("sliding_window", config.sliding_window, "an even number: the encoder pools pairs of tokens")
+    draft_experts = config.num_nextn_predict_layers * config.dspark_n_routed_experts
+    if config.num_hidden_layers * config.n_routed_experts + draft_experts > MAX_EXPERTS:
+        expected = f"at most {MAX_EXPERTS} experts in all layers together; there are {config.num_hidden_layers} layers"
+        yield _problem("n_routed_experts", config.n_routed_experts, expected)
 
 
 def _width_problems(config: ModelConfig) -> Iterator[str]:
@@ -373,8 +439,6 @@ def _width_problems(config: ModelConfig) -> Iterator[str]:
     if vision and vision.hidden_size % (4 * vision.num_attention_heads):
         expected = "a multiple of 4 x num_attention_heads (pairs of two rotary axes)"
         yield _problem("vision_config.hidden_size", vision.hidden_size, expected)
-    if vision and vision.max_image_tokens < 4:
-        yield _problem("vision_config.max_image_tokens", vision.max_image_tokens, "at least 4: START, one IMAGE, NEWLINE, END")
 
 
 def _layer_problems(config: ModelConfig) -> Iterator[str]:
@@ -425,17 +489,22 @@ def _source_problems(config: ModelConfig) -> Iterator[str]:
 
 def _engram_problems(config: ModelConfig) -> Iterator[str]:
     layers, heights = config.engram_layer_ids, config.engram_num_embeddings
-    if config.engram_max_ngram_size < 2:
-        yield _problem("engram_max_ngram_size", config.engram_max_ngram_size, "at least 2: n-grams start at pairs")
     if config.engram_compressed_vocab_size > config.vocab_size:
         found = config.engram_compressed_vocab_size
         yield _problem("engram_compressed_vocab_size", found, f"at most vocab_size={config.vocab_size}")
     late = [layer for layer in layers if layer >= config.kv_source_layer_ids[-1]]
     if late:
         yield _problem("engram_layer_ids", layers, f"layers below {config.kv_source_layer_ids[-1]}, the last kv source")
+    if config.engram_columns * len(layers) > MAX_ENGRAM_COLUMNS:
+        expected = f"(engram_max_ngram_size - 1) x heads x layers of at most {MAX_ENGRAM_COLUMNS} hash columns"
+        yield _problem("engram_n_heads", config.engram_n_heads, expected)
+        return
     sums = tuple(sum(primes) for primes in engram_primes(config))
     if heights != sums:
-        expected = f"{list(sums)}, the sums of each layer's primes from engram_vocab_size={config.engram_vocab_size} on"
+        expected = (
+            f"{_shown(list(sums))}, the sums of each layer's primes from engram_vocab_size={config.engram_vocab_size} on, "
+            "engram_n_heads x (engram_max_ngram_size - 1) of them for each of engram_layer_ids"
+        )
         yield _problem("engram_num_embeddings", heights, expected)
 
 

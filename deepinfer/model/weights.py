@@ -425,7 +425,7 @@ def _scan_index(model_dir: Path, scan: CheckpointScan) -> None:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         places = [(str(name).removeprefix("model."), str(shard)) for name, shard in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         scan.problems.setdefault("corrupt index", []).append(f"{INDEX_NAME} holds no readable weight_map")
         return
     present = {shard.name for shard in scan.shards}

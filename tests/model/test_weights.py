@@ -506,7 +506,7 @@ def test_shard_that_the_index_names_but_is_gone_is_listed(golden_dir):
         load(golden_dir)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}', "[" * 100_000])
 def test_corrupt_index_is_listed(golden_dir, content):
     (golden_dir / INDEX_NAME).write_text(content)
     with pytest.raises(CheckpointError, match=r"corrupt index \(1\)"):
