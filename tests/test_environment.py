@@ -2,8 +2,14 @@
 
 import dataclasses
 import json
+import math
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepinfer.config import EngineArgs
 from deepinfer.config import engine as engine_module
@@ -288,3 +294,139 @@ def test_the_longest_request_must_fit_into_most_of_the_pool():
     args.check_pool(14)  # 11 pages of 128 tokens in 80 % of 14
     with pytest.raises(ConfigError, match="may need 11 pages of 128 tokens, more than 80% of the 13"):
         args.check_pool(13)
+
+
+FIELDS = [each.name for each in dataclasses.fields(EngineArgs)]
+EXTREMES = st.one_of(
+    st.booleans(), st.integers(), st.integers(0, 80).map(lambda bits: 2**bits - 1), st.floats(), st.text(max_size=3),
+    st.sampled_from([10**5000, -(10**5000), "\0", "\ud800", "~nobody-here/x", b"x", object(), {}, (), [[]], np.zeros((2, 2))]),
+    st.sampled_from([1e-320, 1e-45, 1e-9, 1e12, 1e300, 2.0**63, np.int64(5), np.float32(2), np.True_, np.array(7)]),
+    st.lists(st.one_of(st.integers(-1, 300), st.floats(), st.booleans()), max_size=5),
+)  # fmt: skip
+
+
+@settings(max_examples=600)
+@given(st.dictionaries(st.sampled_from([each for each in FIELDS if each != "model"]), EXTREMES, min_size=1, max_size=2))
+def test_any_value_of_any_setting_is_accepted_for_both_doors_or_one_error(values):
+    try:
+        args = EngineArgs(model="nano", **values)
+    except ConfigError as error:
+        text = str(error)
+        assert any(name in text for name in values)
+        assert len(text) < 500
+        assert "0x" not in text
+        text.encode()
+    else:
+        there = EngineArgs.from_keywords(**json.loads(json.dumps(dataclasses.asdict(args))))
+        assert there == args
+        assert {type(value) for value in dataclasses.astuple(args)} <= {int, float, str, bool, tuple, type(None)}
+
+
+COMPANIONS = {
+    "max_model_len": {"ignore_len": 2**31},
+    "max_num_seqs": {"max_num_batched_tokens": 2**21},
+    "num_drafts": {"max_backtracking_tokens": 2000},
+    "max_backtracking_tokens": {"num_drafts": 0},
+    "ignore_len": {"max_model_len": 2},
+    "max_num_batched_tokens": {"max_num_seqs": 1},
+    "step_limit_s": {"step_warn_s": 0.01},
+}
+ONE_VALUE = set(engine_module._ONLY)
+
+
+@pytest.mark.parametrize("name", sorted({*engine_module._WHOLE, *engine_module._NUMBER} - ONE_VALUE))
+def test_both_ends_of_a_setting_are_accepted_and_nothing_beyond(name):
+    low, high, _ = {**engine_module._WHOLE, **engine_module._NUMBER}[name]
+    least = {"max_model_len": 2, "tokens_per_block": 2, "ignore_len": 2}.get(name, low)
+    for value in (least, high):
+        assert getattr(EngineArgs(model="nano", **{"step_limit_s": math.inf, **COMPANIONS.get(name, {}), name: value}), name) in (
+            value,
+            *(range(1, 10_000) if value == 0 else ()),  # 0 has them chosen
+        )
+    beyond = [np.nextafter(low, -1)] if isinstance(low, float) or name == "state_slots_ratio" else [low - 5]
+    for value in [*beyond, *([high + 1] if high < math.inf else []), math.nan]:
+        with pytest.raises(ConfigError, match=rf"^{name}="):
+            EngineArgs(model="nano", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "plain"),
+    [
+        ({"max_num_seqs": np.int32(7)}, {"max_num_seqs": 7}),
+        ({"max_model_len": np.array(100)}, {"max_model_len": 100}),
+        ({"state_slots_ratio": np.float64(1.5)}, {"state_slots_ratio": 1.5}),
+        ({"hit_invariant": np.True_}, {"hit_invariant": True}),
+        ({"banned_token_ids": np.arange(3)}, {"banned_token_ids": (0, 1, 2)}),
+        ({"confidence_temperatures": [np.float32(0.5)]}, {"confidence_temperatures": (0.5,)}),
+        ({"model": Path("some/folder"), "tokenizer": Path("t")}, {"model": "some/folder", "tokenizer": "t"}),
+        ({"seed": 2**64 + 3}, {"seed": 3}),
+        ({"seed": -(2**63)}, {"seed": -(2**63)}),
+    ],
+    ids=str,
+)
+def test_values_that_mean_the_same_are_kept_as_plain_ones(values, plain):
+    assert EngineArgs(**{"model": "nano", **values}) == EngineArgs(**{"model": "nano", **plain})
+
+
+def test_numbers_that_fp32_cannot_divide_by_are_no_temperatures():
+    for value in (1e-300, 1e-45, 1e39, 1e300):
+        with pytest.raises(ConfigError, match=re.escape(f"confidence_temperatures={value}")):
+            EngineArgs(model="nano", confidence_temperatures=(value,))
+
+
+SETTINGS_OF_VARIABLES = {
+    "max_backtracking_tokens": "max_backtracking_tokens",
+    "decode_perf_cache_ttl_s": "decode_perf_cache_ttl_sec",
+    "state_slots_ratio": "num_state_slots_ratio",
+    "max_sum_keys": "prefill_max_sum_seqlen_k",
+    "decoder_replay_keep_tokens": "yoco_prefill_keep_tokens",
+    "confidence_temperatures": "dflash_confidence_head_temperature",
+    "banned_token_ids": "decode_token_blacklist",
+    "logging_interval_steps": "logging_interval_step",
+    "gc_interval_steps": "gc_interval_step",
+    "graph_rows_interval": "cudagraph_batch_size_interval",
+    "graph_requests_interval": "dflash_cudagraph_batch_size_interval",
+}
+TEXTS = st.one_of(
+    st.integers().map(str), st.floats().map(str), st.sampled_from(["1" * 5000, "0", "-1", "1e400", "9" * 18, "1,,2", "\u0663"])
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(sorted(VARIABLES)), TEXTS, max_size=3))
+def test_what_a_variable_may_be_its_setting_may_be(texts):
+    try:
+        read = read_environment(texts)
+    except ConfigError as error:
+        said = str(error)
+    else:
+        said = " ".join(texts)
+        values = {name: getattr(read, variable) for name, variable in SETTINGS_OF_VARIABLES.items()}
+        EngineArgs(model="nano", num_drafts=0, **values)
+        EngineArgs(model="nano", num_drafts=read.use_nextn_decode, max_num_seqs=1)
+    assert not texts or any(name in said for name in texts)
+    assert len(said) < 500
+
+
+@pytest.mark.parametrize(
+    ("variables_", "says"),
+    [
+        ({"DEEPINFER_CACHE_DIR": "~nobody-here/x"}, "DEEPINFER_CACHE_DIR='~nobody-here/x' begins at a home folder"),
+        ({"DEEPINFER_CACHE_DIR": "", "XDG_CACHE_HOME": "~nobody-here"}, "XDG_CACHE_HOME='~nobody-here' begins"),
+    ],
+)
+def test_a_cache_folder_that_cannot_be_found_is_one_sentence(variables_, says, variables, monkeypatch):
+    for name, value in variables_.items():
+        monkeypatch.setenv(name, value)
+    environment.cache_clear()
+    with pytest.raises(ConfigError, match=says):
+        engine_module.cache_dir()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(variables, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "DEEPINFER_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000)
+    environment.cache_clear()
+    with pytest.raises(ConfigError, match="no home folder; set DEEPINFER_CACHE_DIR"):
+        engine_module.cache_dir()

@@ -1,6 +1,6 @@
 """Frozen settings; the sole reader of ``config.json``, flags and environment.  Imports no torch."""
 
-from deepinfer.config.engine import DraftSampling, EngineArgs, cache_dir
+from deepinfer.config.engine import DraftSampling, EngineArgs, cache_dir, folder
 from deepinfer.config.environment import Environment, environment
 from deepinfer.config.file import QUANT_BLOCK, check, config_json, load_config, parse_config
 from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionConfig, engram_primes
@@ -21,6 +21,7 @@ __all__ = [
     "config_json",
     "engram_primes",
     "environment",
+    "folder",
     "load_config",
     "named_config",
     "parse_config",

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
 import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from deepinfer.config.environment import ReplayMode, environment
+from deepinfer.config.environment import (
+    FP32_NORMAL,
+    MAX_BACKTRACKING,
+    MAX_DRAFTS,
+    MAX_LENGTH,
+    MAX_SLOTS_RATIO,
+    MOST,
+    ReplayMode,
+    environment,
+)
 from deepinfer.errors import ConfigError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -23,9 +33,43 @@ DraftSampling = Literal["coupled", "sampled", "argmax"]
 """
 
 _MAX_MODEL_LEN = 4096
+_SHOWN_LENGTH = 100
 _TOKENS_PER_BLOCK = 128
 _POOL_SHARE = 0.8
 """The longest request must fit into this part of the pages, or it would run alone and be preempted by anything."""
+
+_MIN_SECONDS = 0.01
+"""Of a step: what is watched is looked at a hundred times a second at most."""
+_WHOLE: dict[str, tuple[int, int, str]] = {
+    "max_model_len": (1, MAX_LENGTH, "a positive whole number"),
+    "max_num_seqs": (1, 1 << 20, "a positive whole number"),
+    "tokens_per_block": (1, 1 << 14, "a positive whole number"),
+    "expert_parallel_size": (1, 1 << 20, "a positive whole number"),
+    "context_parallel_size": (1, 1 << 20, "a positive whole number"),
+    "graph_rows_interval": (1, MOST, "a positive whole number"),
+    "graph_requests_interval": (1, MOST, "a positive whole number"),
+    "max_num_batched_tokens": (0, MOST, "a positive whole number, or 0 to have it chosen"),
+    "data_parallel_size": (0, 1 << 20, "a positive whole number, or 0 to have it chosen"),
+    "engram_parallel_size": (0, 1 << 20, "a positive whole number, or 0 to have it chosen"),
+    "max_backtracking_tokens": (0, MAX_BACKTRACKING, "a positive whole number, or 0 to have it chosen"),
+    "num_drafts": (0, MAX_DRAFTS, "0 (no speculation) or a positive whole number"),
+    "engine_rank": (0, 1 << 20, "0 or a positive whole number"),
+    "engine_group_rank": (0, 1 << 20, "0 or a positive whole number"),
+    "lookahead_tokens": (0, MAX_LENGTH, "0 or a positive whole number"),
+    "decoder_replay_keep_tokens": (0, MAX_LENGTH, "0 or a positive whole number"),
+    "ignore_len": (1, MOST, "a positive whole number"),
+    "max_sum_keys": (1, MOST, "a positive whole number"),
+    "logging_interval_steps": (1, MOST, "a positive whole number"),
+    "gc_interval_steps": (1, MOST, "a positive whole number"),
+    "decode_perf_cache_ttl_s": (0, MOST, "0 or a positive number of seconds"),
+}
+"""Setting -> (least, most), both allowed, and what it is in words."""
+
+_NUMBER: dict[str, tuple[float, float, str]] = {
+    "state_slots_ratio": (1, MAX_SLOTS_RATIO, "1 or more; 1.2 is usual"),
+    "step_warn_s": (_MIN_SECONDS, float("inf"), "a number of seconds"),
+    "step_limit_s": (_MIN_SECONDS, float("inf"), "a number of seconds"),
+}
 
 _ONLY: dict[str, tuple[object, str]] = {
     "expert_parallel_size": (1, "one rank holds all experts"),
@@ -42,13 +86,42 @@ _ONLY: dict[str, tuple[object, str]] = {
 """Settings of the original engine that have one supported value here, and why."""
 
 
+def folder(what: str, text: str) -> Path:
+    """The path that ``text`` spells, ``~`` being a home folder; ``what`` names where it was given.
+
+    Raises:
+        ConfigError: it spells none.
+    """
+    try:
+        os.fsencode(text)
+        path = Path(text).expanduser()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what}={_shown(text)} has characters that no path has; name a folder") from None
+    except RuntimeError:
+        raise ConfigError(f"{what}={_shown(text)} begins at a home folder, and nobody knows where that is; set HOME") from None
+    if "\0" in text:
+        raise ConfigError(f"{what}={_shown(text)} has a zero byte, which no path has; name a folder")
+    return path
+
+
 def cache_dir() -> Path:
-    """Where files made on first use are kept: ``DEEPINFER_CACHE_DIR``, else ``deepinfer`` in the user's cache."""
+    """Where files made on first use are kept: ``DEEPINFER_CACHE_DIR``, else ``deepinfer`` in the user's cache.
+
+    Raises:
+        ConfigError: nobody knows where that is; names the variable to set.
+    """
     chosen = environment().cache_dir
     if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "deepinfer"
+        return folder("DEEPINFER_CACHE_DIR", chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return folder("XDG_CACHE_HOME", base) / "deepinfer"
+    try:
+        return folder("the user's cache", "~/.cache") / "deepinfer"
+    except ConfigError:
+        raise ConfigError(
+            "files made on first use have no place: the user has no home folder; set DEEPINFER_CACHE_DIR to a folder"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +137,7 @@ class EngineArgs:
         tokenizer: directory of ``tokenizer.json``; None for the model's own.
         trust_remote_code: accepted; code of a checkpoint is never run.
         load_format: ``auto`` reads the checkpoint, ``dummy`` makes random weights of its shape.
-        seed: of dummy weights.
+        seed: of dummy weights, any whole number; of one of more than 64 bits the low 64 count.
         max_model_len: prompt plus output tokens of one request; None is 4096.
         data_parallel_size, context_parallel_size, expert_parallel_size, engram_parallel_size: ranks; 0 for the least that fits.
         engine_rank, engine_group_rank: which of them this is.
@@ -110,8 +183,8 @@ class EngineArgs:
         sync_guard: make waiting for the device between launch and commit an error.
         logging_interval_steps: steps between two log lines.
         gc_interval_steps: steps between two runs of the garbage collector in a core process.
-        step_warn_s: a step of more seconds has its stacks logged.
-        step_limit_s: a step of more seconds ends the core process.
+        step_warn_s: a step of more seconds, at least 0.01, has its stacks logged.
+        step_limit_s: a step of more seconds, at least 0.01, ends the core process; infinite for never.
     """
 
     model: str
@@ -180,7 +253,7 @@ class EngineArgs:
         for name, (value, why) in _ONLY.items():
             if getattr(self, name) != value:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported: in this version {why}; use {value!r} or leave it out"
+                    f"{name}={_shown(getattr(self, name))} is not supported: in this version {why}; use {value!r} or leave it out"
                 )
 
     def _set(self, name: str, value: object) -> None:
@@ -192,17 +265,15 @@ class EngineArgs:
                 made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
                 if made is not dataclasses.MISSING:
                     self._set(each.name, made)
+            self._set(each.name, _plain(getattr(self, each.name)))
         if self.tokens_per_block == -1:
             self._set("tokens_per_block", _TOKENS_PER_BLOCK)
-        sizes = ("max_model_len", "max_num_seqs", "tokens_per_block", "expert_parallel_size", "context_parallel_size")
-        for name in (*sizes, "graph_rows_interval", "graph_requests_interval"):
-            _whole(name, getattr(self, name), 1, "a positive whole number")
-        for name in ("max_num_batched_tokens", "data_parallel_size", "engram_parallel_size", "max_backtracking_tokens"):
-            _whole(name, getattr(self, name), 0, "a positive whole number, or 0 to have it chosen")
-        _whole("num_drafts", self.num_drafts, 0, "0 (no speculation) or a positive whole number")
-        for name in ("confidence_temperatures", "banned_token_ids"):
-            if isinstance(getattr(self, name), list):  # what JSON makes of a tuple
-                self._set(name, tuple(getattr(self, name)))
+        for name, (low, high, expected) in _WHOLE.items():
+            _check_whole(name, getattr(self, name), low, high, expected)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={_shown(self.seed)} must be a whole number; change it or leave it out")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            self._set("seed", self.seed & ((1 << 64) - 1))
         if self.max_backtracking_tokens == 0:
             self._set("max_backtracking_tokens", self.num_drafts + 1)
         if self.max_num_batched_tokens == 0:
@@ -217,44 +288,48 @@ class EngineArgs:
 
     def _check_values(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r} is not a name; give a checkpoint's directory, or nano")
+            raise ConfigError(f"model={_shown(self.model)} is not a name; give a checkpoint's directory, or nano")
+        for name, meaning in (("served_model_name", "name"), ("device", "device")):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={_shown(getattr(self, name))} is not a {meaning}; give a string or leave it out")
+        for name in ("tokenizer", "decode_perf_cache_dir"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name}={_shown(value)} is not a path; give a string or leave it out")
+            if value is not None:
+                folder(name, value)
         if self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for output; use at least 2")
         if self.tokens_per_block % 2:
             raise ConfigError(
                 f"tokens_per_block={self.tokens_per_block} would split the pairs that the encoder compresses; use an even number"
             )
-        for name in ("engine_rank", "engine_group_rank", "lookahead_tokens", "decoder_replay_keep_tokens"):
-            _whole(name, getattr(self, name), 0, "0 or a positive whole number")
-        for name in ("ignore_len", "max_sum_keys", "logging_interval_steps", "gc_interval_steps"):
-            _whole(name, getattr(self, name), 1, "a positive whole number")
-        _number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, "above 0 and at most 1; 0.9 is usual")
-        _number("state_slots_ratio", self.state_slots_ratio, 1 - 1e-12, float("inf"), "1 or more; 1.2 is usual")
-        _number("step_warn_s", self.step_warn_s, 0, float("inf"), "a positive number of seconds")
-        _number("step_limit_s", self.step_limit_s, 0, float("inf"), "a positive number of seconds")
-        _whole("decode_perf_cache_ttl_s", self.decode_perf_cache_ttl_s, 0, "0 or a positive number of seconds")
-        if self.decode_perf_cache_dir is not None and not isinstance(self.decode_perf_cache_dir, str):
-            raise ConfigError(
-                f"decode_perf_cache_dir={self.decode_perf_cache_dir!r} is not a path; give a string or leave it out"
-            )
+        above_0 = math.ulp(0.0)
+        _check_number("gpu_memory_utilization", self.gpu_memory_utilization, above_0, 1, "above 0 and at most 1; 0.9 is usual")
+        for name, (low, high, expected) in _NUMBER.items():
+            limits = f"from {low:g} on" if high == float("inf") else f"from {low:g} to {high:g}"
+            _check_number(name, getattr(self, name), low, high, f"{expected}, {limits}")
         for name in ("confidence_temperatures", "banned_token_ids"):
             if not isinstance(getattr(self, name), tuple):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a tuple of numbers; give one or leave it out")
+                raise ConfigError(f"{name}={_shown(getattr(self, name))} is not a tuple of numbers; give one or leave it out")
+        low, high = FP32_NORMAL
         for temperature in self.confidence_temperatures:
-            _number("confidence_temperatures", temperature, 0, sys.float_info.max, "positive numbers; 1 changes nothing")
+            expected = f"positive numbers from {low:.2g} to {high:.2g}; 1 changes nothing"
+            _check_number("confidence_temperatures", temperature, low, high, expected)
         for token_id in self.banned_token_ids:
-            _whole("banned_token_ids", token_id, 0, "ids of tokens, 0 or more each")
+            _check_whole("banned_token_ids", token_id, 0, (1 << 31) - 1, "ids of tokens, 0 or more each")
         for name, choices in (
             ("load_format", LoadFormat),
             ("engine_type", EngineType),
             ("decoder_replay", ReplayMode),
             ("draft_sampling", DraftSampling),
         ):
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in get_args(choices):
+                raise ConfigError(f"{name}={_shown(value)} must be one of {', '.join(get_args(choices))}")
         for each in dataclasses.fields(self):
             if each.type in ("bool", "bool | None") and not isinstance(getattr(self, each.name), bool):
-                raise ConfigError(f"{each.name}={getattr(self, each.name)!r} is not a boolean; use True or False")
+                raise ConfigError(f"{each.name}={_shown(getattr(self, each.name))} is not a boolean; use True or False")
 
     def _check_together(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -344,11 +419,39 @@ class EngineArgs:
         return cls(**{name: value for name, value in given.items() if value is not None or name == "model"})
 
 
-def _whole(name: str, value: object, low: int, expected: str) -> None:
+def _plain(value: object) -> object:
+    """A value as plain Python has it: scalars and lists of numpy and torch, paths, and lists for tuples."""
+    if isinstance(value, bool):
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each) for each in value)
+    return int(value) if isinstance(value, numbers.Integral) else value
+
+
+def _shown(value: object) -> str:
+    """A value in a sentence: the beginning of a long one, the type of one that is no plain value."""
+    if value is not None and not isinstance(value, bool | int | float | str | bytes | tuple | list | dict):
+        return f"<{type(value).__name__}>"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python converts no integer of more than 4300 digits to text
+        return "<a value too large to be shown>"
+    return text if len(text) <= _SHOWN_LENGTH else text[: _SHOWN_LENGTH - 3] + "..."
+
+
+def _check_whole(name: str, value: object, low: int, high: int, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value!r} must be {expected}; change it or leave it out")
+        raise ConfigError(f"{name}={_shown(value)} must be {expected}; change it or leave it out")
+    if value > high:
+        raise ConfigError(f"{name}={_shown(value)} must be {expected}, at most {high}; change it or leave it out")
 
 
-def _number(name: str, value: object, above: float, most: float, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
-        raise ConfigError(f"{name}={value!r} must be {expected}")
+def _check_number(name: str, value: object, low: float, high: float, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name}={_shown(value)} must be {expected}")

@@ -18,13 +18,23 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from deepinfer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "DEEPINFER_"
+_SHOWN_LENGTH = 100
+MOST: Final = (1 << 63) - 1
+"""Of whole numbers that are only counted up to; messages to a core process have integers of 64 bits."""
+MAX_LENGTH: Final = 1 << 30
+"""Of a sequence, in tokens; positions are int32."""
+MAX_DRAFTS: Final = 1 << 10
+MAX_BACKTRACKING: Final = 1 << 16
+MAX_SLOTS_RATIO: Final = 1 << 20
+FP32_NORMAL: Final = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+"""Least and greatest normal number of fp32, in which confidences are divided by their temperature."""
 ReplayMode = Literal["off", "mask", "compact"]
 Use = Literal["used", "harmless", "refused"]
 
@@ -109,26 +119,29 @@ def _flag(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+def _whole(low: int, high: int = MOST) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        expected = f"a whole number from {low} on" if high is None else f"a whole number from {low} to {high}"
         try:
             value = int(text)
-        except ValueError:
-            raise ValueError(expected) from None
-        if value < low or (high is not None and value > high):
-            raise ValueError(expected)
+        except ValueError:  # no number, or one of thousands of digits
+            value = low - 1
+        if value > high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        if value < low:
+            raise ValueError(f"a whole number from {low} on")
         return value
 
     return parse
 
 
-def _real(low: float) -> Callable[[str], float]:
+def _real(low: float, high: float = math.inf) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
+        if value > high:
+            raise ValueError(f"a number from {low:g} to {high:g}")
         if not low <= value < math.inf:
             raise ValueError(f"a number from {low:g} on")
         return value
@@ -147,19 +160,17 @@ def _choice(*names: str) -> Callable[[str], str]:
 
 def _ids(text: str) -> tuple[int, ...]:
     try:
-        return tuple(_whole(0)(each) for each in text.split(","))
+        return tuple(_whole(0, (1 << 31) - 1)(each) for each in text.split(","))
     except ValueError:
         raise ValueError("token ids separated by commas") from None
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
+    low, high = FP32_NORMAL
     try:
-        values = tuple(_real(0)(each) for each in text.split(","))
+        return tuple(_real(low, high)(each) for each in text.split(","))
     except ValueError:
-        values = (0.0,)
-    if not all(values):
-        raise ValueError("one positive number, or several separated by commas")
-    return values
+        raise ValueError(f"one positive number from {low:.2g} to {high:.2g}, or several separated by commas") from None
 
 
 def _table(*rows: tuple[str, Callable[[str], Any], Any, Use, str]) -> dict[str, Variable]:
@@ -192,7 +203,7 @@ VARIABLES = _table(
     # Scheduling and memory.
     ("ZERO_OVERHEAD_SCHEDULING", _flag, True, "used", "plan a step while the one before runs"),
     ("PREFILL_MAX_SUM_SEQLEN_K", _whole(1), 2**30, "used", "most keys, summed over the prompts of a step"),
-    ("NUM_STATE_SLOTS_RATIO", _real(1), 1.2, "used", "state slots per running request"),
+    ("NUM_STATE_SLOTS_RATIO", _real(1, MAX_SLOTS_RATIO), 1.2, "used", "state slots per running request"),
     ("PREFILL_ATTEMPT_INTERVAL", _whole(1), 70, "harmless", "decode steps between votes of all ranks on a prefill"),
     ("PREFILL_ANY_ATTEMPT_INTERVAL", _whole(1), 100, "harmless", "decode steps until one rank's vote is enough"),
     ("INDEX_ATTN_MEMORY_LIMIT", _whole(1), 10 << 30, "harmless", "bytes of the indexer's workspace"),
@@ -205,7 +216,7 @@ VARIABLES = _table(
         "used",
         "decoder half on a prompt's end only",
     ),
-    ("YOCO_PREFILL_KEEP_TOKENS", _whole(0), 0, "used", "tokens of that end"),
+    ("YOCO_PREFILL_KEEP_TOKENS", _whole(0, MAX_LENGTH), 0, "used", "tokens of that end"),
     ("BATCH_INVARIANT", _flag, False, "used", "results apart from the batch; here they always are"),
     ("DISABLE_SYNC_GUARD", _flag, False, "used", "allow waiting for the device between launch and commit"),
     ("ENFORCE_EAGER", _flag, False, "used", "no captured graphs"),
@@ -213,9 +224,9 @@ VARIABLES = _table(
     ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of captured sizes, in rows"),
     ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of the drafter's captured sizes, in requests"),
     # Speculation.
-    ("USE_NEXTN_DECODE", _whole(0), 5, "used", "drafts of a round at most; 0 turns speculation off"),
+    ("USE_NEXTN_DECODE", _whole(0, MAX_DRAFTS), 5, "used", "drafts of a round at most; 0 turns speculation off"),
     ("ENABLE_MTP_VARLEN", _flag, False, "used", "choose by confidence how many drafts to verify"),
-    ("MAX_BACKTRACKING_TOKENS", _whole(1), None, "used", "tokens that a step may take back"),
+    ("MAX_BACKTRACKING_TOKENS", _whole(1, MAX_BACKTRACKING), None, "used", "tokens that a step may take back"),
     ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", _temperatures, (1.0,), "used", "scale of draft confidences"),
     ("DECODE_PERF_CACHE_DIR", _text, None, "used", "folder for measured step times"),
     ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "used", "seconds during which they count"),
@@ -276,11 +287,13 @@ def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (of the row
     try:
         value = row.parse(text)
     except ValueError as error:
-        raise ConfigError(f"{row.name}={text!r} is not usable; set it to {error}, or unset it ({row.meaning})") from None
+        raise ConfigError(
+            f"{row.name}={text[:_SHOWN_LENGTH]!r} is not usable; set it to {error}, or unset it ({row.meaning})"
+        ) from None
     if row.use == "refused" and value != row.default:
         default = int(row.default) if isinstance(row.default, bool) else row.default
         usual = f"set it to {default} or unset it" if default not in (None, ()) else "unset it"
-        raise ConfigError(f"{row.name}={text} is not supported by this version ({row.meaning}); {usual}")
+        raise ConfigError(f"{row.name}={text[:_SHOWN_LENGTH]} is not supported by this version ({row.meaning}); {usual}")
     return value
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import platform
 import re
 import tempfile
@@ -32,7 +33,7 @@ from deepinfer.kv.manager import KVManager
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.vision import VisionTower
-from deepinfer.model.weights import random_tensors, read_checkpoint, write_checkpoint
+from deepinfer.model.weights import random_tensors, rank_memory, read_checkpoint, write_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits
@@ -41,6 +42,7 @@ from deepinfer.tokenizer import IMAGE, Tokenizer, byte_tokenizer
 NANO_SEED = 20261017
 _SPARE_PAGES = 64
 """Pages beyond what running requests can use, for prefixes of ended ones, at least."""
+_GIB = 1 << 30
 _CPU_KV_BYTES = 2 << 30
 """Most KV memory taken on a CPU, where nothing says how much of it is ours."""
 
@@ -104,20 +106,53 @@ def _rename_if_free(source: Path, target: Path) -> None:
 def _pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    asked = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]{0,20}))?", name)
+    if asked is None:
+        raise ConfigError(f"device {name[:80]!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if name != "cpu" and int(asked[1] or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s); "
             "use cpu, or a machine and a build of torch that have it"
         )
-    return device
+    return torch.device(name)
 
 
 def _num_slots(args: EngineArgs) -> int:
     """State slots, slot 0 included: one a running request, and some to keep the state of ended ones."""
     return int(args.state_slots_ratio * args.max_num_seqs) + 1
+
+
+def _free_bytes() -> float:
+    """Memory that this machine can give now without swapping; infinite where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return math.inf
+
+
+def _check_memory(args: EngineArgs, config: ModelConfig) -> None:
+    """Whether weights and state slots can have room at all, before any is taken.
+
+    Raises:
+        ConfigError: they cannot; says how much was asked for and how much there is.
+    """
+    device = _pick_device(args.device)
+    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_bytes()
+    weights = rank_memory(config, 1).total
+    if weights > there:
+        raise ConfigError(
+            f"the weights of model={args.model} have {weights / _GIB:.1f} GiB, {device} has {there / _GIB:.1f} GiB; "
+            "use a machine with more memory or a smaller model"
+        )
+    budget = there * args.gpu_memory_utilization if device.type == "cuda" else _CPU_KV_BYTES
+    layout, num_slots = _layout(args, config), _num_slots(args)
+    if num_slots * layout.slot_bytes + layout.page_bytes > budget:
+        raise ConfigError(
+            f"{num_slots} state slots of {layout.slot_bytes} bytes (max_num_seqs={args.max_num_seqs}, "
+            f"state_slots_ratio={args.state_slots_ratio:g}, max_backtracking_tokens={args.max_backtracking_tokens}) and a page "
+            f"of {layout.page_bytes} bytes need more than the {budget / _GIB:.1f} GiB that caches may take; lower one of them"
+        )
 
 
 def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slots: int, device: torch.device) -> int:
@@ -316,6 +351,7 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     tokenizer = Tokenizer.from_dir(Path(args.tokenizer).expanduser() if args.tokenizer else model_dir)
     compression = tokenizer.compression_map()
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
+    _check_memory(args, config)
     bind(REFERENCE)
     classes, num_threads = torch.from_numpy(compression), torch.get_num_threads()  # of the caller, who may have set it
     executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
@@ -348,8 +384,8 @@ def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_
             )
     if len({*args.banned_token_ids, config.image_token_id}) == config.vocab_size:
         raise ConfigError(
-            f"banned_token_ids names every id of the vocabulary of {config.vocab_size} that an answer may have; leave some out "
-            "(DEEPINFER_DECODE_TOKEN_BLACKLIST)"
+            f"banned_token_ids has all {config.vocab_size - 1} tokens that could be sampled, which leaves none; "
+            "ban fewer (DEEPINFER_DECODE_TOKEN_BLACKLIST)"
         )
     if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(

@@ -58,6 +58,8 @@ _ORPHAN_GRACE_S: Final = 5.0
 """What a step in progress gets when the client's process is gone."""
 _LOCKED_GRACE_S: Final = 10.0
 """By how much the last resort of the watchdog comes later than its limit."""
+_LONGEST_S: Final = 1e9
+"""As far ahead as a timer is set; timers of the system have a limit, and thirty years are as good as never."""
 _LINGER_MS: Final = 1000
 _IMAGE_THREADS: Final = 2
 _NONE: Final[Mapping[int, bytes]] = {}
@@ -75,6 +77,7 @@ class Watchdog:
         self.warn_s = warn_s
         self.limit_s = limit_s
         self._period_s = min(1.0, warn_s / 4)
+        self._last_resort_s = min(limit_s + _LOCKED_GRACE_S, _LONGEST_S)
         self._lifeline = lifeline
         self._since: float | None = None
         self._warned: float | None = None
@@ -109,7 +112,7 @@ class Watchdog:
         if since is None:
             faulthandler.cancel_dump_traceback_later()
             return
-        faulthandler.dump_traceback_later(self.limit_s + _LOCKED_GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(self._last_resort_s, exit=True)
         took = now - since
         if took > self.limit_s:
             limit = f"the limit is step_limit_s={self.limit_s:g}"
@@ -342,8 +345,14 @@ def _prepare(token_ids: list[int], images: Sequence[ipc.Frame], config: ModelCon
 
 
 def command(endpoint: str, lifeline_fd: int, args: EngineArgs, *, progress: bool) -> list[str]:
-    """Arguments that :func:`main` understands."""
-    return [endpoint, str(lifeline_fd), json.dumps({**asdict(args), "progress": progress})]
+    """Arguments that :func:`main` understands.
+
+    The settings go into a file beside the socket: one argument of a program has room for 128 KiB, a list of banned tokens may
+    need more.
+    """
+    path = Path(endpoint.removeprefix("ipc://")).with_name("settings.json")
+    path.write_text(json.dumps({**asdict(args), "progress": progress}), encoding="utf-8")
+    return [endpoint, str(lifeline_fd), str(path)]
 
 
 def _load(args: EngineArgs, *, progress: bool) -> Loaded:
@@ -354,11 +363,11 @@ def _load(args: EngineArgs, *, progress: bool) -> Loaded:
 
 def main(arguments: Sequence[str], *, load: Load = _load) -> int:
     """Be a core process; returns the exit code: 0 after a clean end, 2 for settings, 1 for everything else."""
-    endpoint, lifeline_fd, text = arguments
+    endpoint, lifeline_fd, path = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then shuts us down
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     faulthandler.enable()
-    settings = json.loads(text)
+    settings = json.loads(Path(path).read_text(encoding="utf-8"))
     progress = settings.pop("progress")
     with socket.socket(fileno=int(lifeline_fd)) as lifeline:
         try:

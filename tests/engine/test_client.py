@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import io
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from deepinfer import LLM, SamplingParams
 from deepinfer.config import EngineArgs
 from deepinfer.engine import client as client_module
 from deepinfer.engine import ipc
+from deepinfer.engine import process as process_module
 from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.errors import ConfigError, ContextTooLong, Overloaded, RequestError, StepFailed
 from deepinfer.metrics import exposition
@@ -335,6 +339,38 @@ def test_a_killed_core_fails_every_wait_and_every_later_call():
         assert [type(each) for each in later] == [StepFailed] * 3
 
     with_fake(test)
+
+
+@pytest.mark.parametrize("limit_s", [0.01, 600.0, 1e12, 1.7e308, math.inf])
+def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(process_module.os, "_exit", lambda _code: (ended.set(), time.sleep(60)))
+    monkeypatch.setattr(process_module, "_ORPHAN_GRACE_S", 0)
+    ours, theirs = socket.socketpair()
+    watchdog = process_module.Watchdog(theirs, warn_s=0.01, limit_s=limit_s)
+    with watchdog:
+        time.sleep(0.05)
+        assert ended.is_set() == (limit_s == 0.01), "a step was running while it looked"
+        ours.close()
+        assert ended.wait(5), "it still sees that the client is gone"
+    watchdog.stop()
+    theirs.close()
+
+
+def test_settings_at_their_ends_reach_the_core():
+    async def test(client):
+        assert len(await collect(client, "0", [1], greedy(3))) == 3
+
+    with_fake(
+        test,
+        step_limit_s=math.inf,
+        step_warn_s=1e300,
+        logging_interval_steps=2**63 - 1,
+        gc_interval_steps=2**63 - 1,
+        max_num_batched_tokens=2**63 - 1,
+        banned_token_ids=tuple(range(2, 60_000)),
+        seed=-(2**63),
+    )
 
 
 @pytest.mark.parametrize(("prompt", "says"), [(RAISES, "ZeroDivisionError: the fake was asked to"), (STICKS, "step_limit_s=0.6")])

@@ -1,14 +1,17 @@
 """Loading: what is refused before any weight is read, and what is built for speculation."""
 
+import dataclasses
+import json
 import logging
 
 import numpy as np
 import pytest
 
-from deepinfer.config import EngineArgs, named_config
+from deepinfer.config import EngineArgs, config_json, named_config
 from deepinfer.engine import loader
 from deepinfer.engine.loader import load, time_steps
 from deepinfer.errors import ConfigError
+from deepinfer.tokenizer import byte_tokenizer
 from tests.engine.harness import build, drain, fresh, params, request, tokens
 
 SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "tokens_per_block": 16}
@@ -23,11 +26,17 @@ SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 6
             r"\(DEEPINFER_USE_NEXTN_DECODE\)",
         ),
         ({"banned_token_ids": (3, 100_000)}, "banned_token_ids names 100000, the vocabulary ends at .*; leave it out"),
-        (
-            {"banned_token_ids": (*range(270), 271)},
-            "banned_token_ids names every id of the vocabulary of 272 that an answer may have",
-        ),
         ({"num_drafts": 5, "max_backtracking_tokens": 5}, "cannot take back num_drafts=5 drafts and the token before them"),
+        ({"banned_token_ids": tuple(range(272))}, "has all 271 tokens that could be sampled, which leaves none; ban fewer"),
+        ({"banned_token_ids": (*range(270), 271, 5)}, "which leaves none; ban fewer"),
+        (
+            {"max_num_seqs": 1 << 20},
+            r"max_num_seqs=1048576, .* need more than the 2.0 GiB that caches may take; lower one of them",
+        ),
+        ({"state_slots_ratio": 1 << 20}, "state_slots_ratio=1.04858e.06, .* lower one of them"),
+        ({"max_backtracking_tokens": 1 << 16, "max_num_seqs": 20}, "max_backtracking_tokens=65536.* lower one of them"),
+        ({"device": "cuda:99999999999999999999"}, "torch sees . CUDA device"),
+        ({"device": "cuda:\u0663"}, "is unknown; use auto, cpu, cuda or cuda:N"),
         (
             {"decoder_replay": "compact", "decoder_replay_keep_tokens": 133},
             "less than the 134 tokens of a window with room for drafts; use at least 134",
@@ -38,6 +47,20 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_weights_are_read(
     monkeypatch.setattr(loader, "_build_worker", None)
     with pytest.raises(ConfigError, match=says):
         load(EngineArgs(**{**SMALL, **given}), progress=False)
+
+
+@pytest.mark.parametrize("given", [{"load_format": "dummy"}, {}])
+def test_weights_beyond_the_memory_are_refused_at_once(given, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(dataclasses.replace(named_config("nano"), hidden_size=32768))))
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(loader, "_build_worker", None)
+    monkeypatch.setattr(loader, "_free_bytes", lambda: 8 << 30)
+    with pytest.raises(ConfigError, match=r"the weights of model=.* GiB, cpu has 8\.0 GiB; use a machine with more memory"):
+        load(EngineArgs(**{**SMALL, "model": str(tmp_path), **given}), progress=False)
+
+
+def test_the_system_says_how_much_memory_is_free():
+    assert 1 << 20 < loader._free_bytes() < 1 << 50
 
 
 def test_the_last_id_of_the_vocabulary_can_be_banned():
