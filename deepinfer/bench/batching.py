@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.loader import load
+from deepinfer.model.progress import progress_bar
 from deepinfer.request import Request, SamplingParams
 
 _FIRST_TEXT_ID, _LAST_TEXT_ID = 3, 259
@@ -64,7 +64,7 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
     core = load(args).core
     one_by_one = max(1, num_requests // 8)
     rates: dict[str, list[float]] = {"together": [], "one after another": []}
-    with tqdm(total=2 * repeats + 1, unit="run", desc="measuring") as bar:
+    with progress_bar(2 * repeats + 1, unit="run", desc="measuring") as bar:
         _run(core, _requests(2, 99, "warm"))
         bar.update()
         for repeat in range(repeats):

@@ -29,6 +29,7 @@ from deepinfer.kv.layout import KVLayout
 from deepinfer.model import attention, flash, inputs
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import LayerInputs, ReplayMode, StepInputs
+from deepinfer.model.progress import progress_bar
 from deepinfer.step import Chunk, StepPlan
 
 _MODES: tuple[ReplayMode, ...] = ("mask", "compact")
@@ -270,7 +271,7 @@ def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor], *, mu
 @torch.inference_mode()
 def _all_levels(runner: _Runner, text: npt.NDArray[np.int32], keep: int) -> list[Finding]:
     findings = check_tables(runner.network.config, keep, runner.network.device)
-    with tqdm(unit=" runs", desc="checking replay") as bar:
+    with progress_bar(None, unit=" runs", desc="checking replay") as bar:
         findings += check_modes(runner, text, keep, bar)
         findings += measure_replay(runner, text, keep, bar)
     return findings

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine.loader import load
 from deepinfer.executor.clock import StepClock
 from deepinfer.executor.team import Team
 from deepinfer.executor.worker import Worker
+from deepinfer.model.progress import progress_bar
 from deepinfer.ops import quant
 from deepinfer.ops.op import REFERENCE, bind, registered
 from deepinfer.request import SamplingParams
@@ -269,7 +269,7 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
         each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[REFERENCE], synchronize)
 
     results, scenarios = [], _scenarios(prompt_tokens)
-    with tqdm(total=len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
+    with progress_bar(len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
         for name, count, context, tokens in scenarios:
             seconds = []
             for number, plan in enumerate(_plans(worker, count, context, tokens, repeats + 1)):
@@ -304,7 +304,8 @@ def _measure_busy(worker: Worker, alone: list[Measurement], prompt_tokens: int, 
     """Steps beside busy loops, with as many threads as the engine chooses and with one, in turn; ``alone`` are those without."""
     synchronize, chosen = _synchronizer(worker.model.device), worker.team
     scenarios, rows = _scenarios(prompt_tokens), []
-    with _busy_loops(num_busy), tqdm(total=len(scenarios) * 2 * (repeats + 1), unit="step", desc="measuring, cores busy") as bar:
+    num_steps = len(scenarios) * 2 * (repeats + 1)
+    with _busy_loops(num_busy), progress_bar(num_steps, unit="step", desc="measuring, cores busy") as bar:
         for (name, count, context, tokens), quiet in zip(scenarios, alone, strict=True):
             seconds: dict[Team, list[float]] = {chosen: [], Team(1): []}
             for number, plan in enumerate(_plans(worker, count, context, tokens, 2 * (repeats + 1))):
@@ -329,7 +330,7 @@ def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int)
     """Steps of full rounds, and what of them is drafting: the difference of equal steps with drafts and without."""
     rows_per_request, rows = 1 + num_drafts, []
     clock = StepClock(worker, num_drafts=num_drafts, max_rows=_MANY * rows_per_request, context=context)
-    with tqdm(total=2 * (repeats + 1), unit="step", desc="measuring rounds") as bar:
+    with progress_bar(2 * (repeats + 1), unit="step", desc="measuring rounds") as bar:
         for count in (1, _MANY):
             whole, drafting = [], []
             for number in range(repeats + 1):

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from tqdm import tqdm
 
+from deepinfer.model.progress import progress_bar
 from deepinfer.scheduler.budget import CostCurve
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def measure_curve(
         progress: show a bar.
     """
     times = np.empty((num_runs, len(sizes)))
-    with tqdm(total=(num_runs + 1) * len(sizes), unit="step", desc="step times", disable=not progress) as bar:
+    with progress_bar((num_runs + 1) * len(sizes), unit="step", desc="step times", shown=progress) as bar:
         for run in range(-1, num_runs):
             for at, rows in enumerate(sizes):
                 ms = measure(rows)

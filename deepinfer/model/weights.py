@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from deepinfer.config import QUANT_BLOCK, ModelConfig, config_json
 from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.model.progress import progress_bar
 from deepinfer.ops.quant import pack_fp4, pack_fp8, pack_table
 
 StoredDtype = Literal["BF16", "F32", "F8_E4M3", "F8_E8M0", "I8"]
@@ -567,7 +568,7 @@ def read_checkpoint(
         by_shard[scan.tensors[name].shard].append(spec)
     loaded: dict[str, Tensor] = {}
     total = sum(spec.num_bytes for spec in table.values())
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress) as bar:
+    with progress_bar(total, unit="B", desc="weights", shown=progress) as bar:
         for shard, specs in sorted(by_shard.items()):
             with shard.open("rb", buffering=0) as file:
                 for spec in sorted(specs, key=lambda each: scan.tensors[each.name].offset):
@@ -634,9 +635,7 @@ def _fill_shards(
             header, offsets = _header(shard)
             files[number].write(header)
             places.update({spec.name: (number, offset) for spec, offset in zip(shard, offsets, strict=True)})
-        bar = stack.enter_context(
-            tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="writing", disable=not progress)
-        )
+        bar = stack.enter_context(progress_bar(total, unit="B", desc="writing", shown=progress))
         for name, tensor in tensors:
             spec = _checked(table.get(name), name, tensor, written)
             number, offset = places[name]
