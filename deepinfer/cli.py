@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
 from deepinfer import __version__
 from deepinfer.errors import EngineError, RequestError
 
+_USUAL_CONTEXT = 131072
+_INTERRUPTED, _NOBODY_READS = 130, 141
+"""Exit codes of what SIGINT and SIGPIPE end, as shells count them."""
+
 
 class _Group(click.Group):
     """A group whose deliberate errors become one sentence on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # a character that the terminal does not have is no reason to fail
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except EngineError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(2)
+            _complain(ctx, 2, f"Error: {error}", error)
+        except KeyboardInterrupt as error:
+            _complain(ctx, _INTERRUPTED, "Interrupted", error)
+        except BrokenPipeError:
+            with contextlib.suppress(OSError):  # what is left in buffers has no reader either
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(_NOBODY_READS)
+        except MemoryError as error:
+            _complain(
+                ctx, 2, "Error: the system gives no more memory; free some, raise the limit (ulimit -v), or ask for less", error
+            )
+        except OSError as error:
+            if error.filename is not None or error.errno is None:
+                raise
+            _complain(ctx, 2, f"Error: cannot write the output: {error.strerror}; send it elsewhere", error)
+
+
+def _complain(ctx: click.Context, code: int, sentence: str, error: BaseException) -> None:
+    """Say what happened, and what the error was told on its way up, in one line; then end."""
+    click.echo("; ".join([sentence, *getattr(error, "__notes__", ())]), err=True)
+    ctx.exit(code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -89,12 +116,11 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-_LINE_PARAMETERS = (
+_SAMPLING = (
     "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "seq_seed", "ignore_eos",
-    "first_n_token_no_eos", "top_logprobs",
+    "ignore_eos", "first_n_token_no_eos",
 )  # fmt: skip
-"""Sampling parameters that a line of a JSONL file may have."""
+"""Options that have the name of their sampling parameter."""
 
 
 def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +141,7 @@ def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     seed = options.pop("seed")
     if seed is not None:
         sampling["seq_seed"] = seed
-    return sampling | {name: options.pop(name) for name in _LINE_PARAMETERS if name in options}
+    return sampling | {name: options.pop(name) for name in _SAMPLING if name in options}
 
 
 @main.command()
@@ -135,6 +161,8 @@ def generate(
     """Continue TEXT, a file, or every prompt of a JSONL file.
 
     TEXT or --file streams the continuation to the terminal; with --n above 1 every answer is written when it has ended.
+
+    The results of --prompts are in OUT.partial, each as soon as it is there, until all are; OUT is replaced at the end.
 
     A line of --prompts is {"prompt": "…"} or {"prompt_token_ids": […]}, optionally with "id" and with sampling parameters of its
     own: n, max_tokens, temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias
@@ -156,12 +184,17 @@ def generate(
 
 
 def _read(path: Path) -> str:
+    from deepinfer.engine.jsonl import read_file
+
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; check the path") from error
+        return read_file(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def _say_what_nano_is(model: str) -> None:
+    if model == "nano":
+        click.echo("nano is a small model with random weights: its text means nothing, it shows that the engine works.", err=True)
 
 
 def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
@@ -170,6 +203,7 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
 
     assert prompt is not None, "one source was given"
     params = SamplingParams(**sampling)
+    _say_what_nano_is(engine["model"])
     llm = LLM(**engine)
     decoders = [llm.get_tokenizer().stream() for _ in range(params.n)]
     texts = [""] * params.n
@@ -203,89 +237,56 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
     )
 
 
-def _prompt_lines(path: Path, sampling: dict[str, Any]) -> list[tuple[Any, dict[str, Any], Any]]:
-    """(id, line, sampling parameters) of every line; every problem names its line."""
-    from deepinfer.request import SamplingParams
-
-    lines = []
-    for number, text in enumerate(_read(path).splitlines(), start=1):
-        if not text.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"{where} is not JSON ({error.msg} at column {error.colno}); write one object a line") from error
-        if not isinstance(line, dict) or ("prompt" in line) == ("prompt_token_ids" in line):
-            raise RequestError(f"{where} needs an object with either prompt or prompt_token_ids")
-        own = {key: value for key, value in line.items() if key not in ("prompt", "prompt_token_ids", "id")}
-        unknown = sorted(set(own) - set(_LINE_PARAMETERS))
-        if unknown:
-            raise RequestError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(_LINE_PARAMETERS))}")
-        bias = own.get("logit_bias")
-        if isinstance(bias, dict):  # JSON has no keys but strings
-            own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
-        try:
-            lines.append((line.get("id", number - 1), line, SamplingParams(**{**sampling, **own})))
-        except RequestError as error:
-            raise RequestError(f"{where}: {error}") from error
-    if not lines:
-        raise RequestError(f"{path} holds no prompts; write one JSON object a line")
-    return lines
-
-
-def _open_output(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}; check the path") from error
-
-
 def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
-    from deepinfer.engine.llm import LLM
+    from deepinfer.engine import jsonl
+    from deepinfer.engine.outputs import OutputFile, ResultLines
 
-    lines = _prompt_lines(prompts, sampling)
-    with _open_output(out) as sink:
-        llm = LLM(**engine)
-        tokenizer = llm.get_tokenizer()
-        ids = [line["prompt_token_ids"] if "prompt" not in line else llm.prompt_ids(line["prompt"]) for _, line, _ in lines]
-        start = time.perf_counter()
-        results = llm.generate_records(prompt_token_ids=ids, sampling_params=[params for _, _, params in lines])
-        seconds = time.perf_counter() - start
-        num_prompt = sum(len(each) for each in ids)
-        num_output = 0
-        answers = [(line_id, params.n, sample) for line_id, _, params in lines for sample in range(params.n)]
-        for (line_id, num_samples, sample), records in zip(answers, results, strict=True):
-            token_ids = [each.token_id for each in records]
-            line = {
-                "id": line_id,
-                "text": llm.text(records),
-                "token_ids": token_ids,
-                "finish_reason": records[-1].finish_reason,
-                "prompt_tokens": records[-1].prompt_len,
-                "output_tokens": len(token_ids),
-            }
-            if num_samples > 1:
-                line["sample"] = sample
-            if records[0].top_token_ids:
-                line["top_logprobs"] = [
-                    [[tokenizer.decode([top_id]), value] for top_id, value in zip(r.top_token_ids, r.top_logprobs, strict=True)]
-                    for r in records
-                ]
-            sink.write(json.dumps(line, ensure_ascii=False) + "\n")
-            num_output += len(token_ids)
+    output = OutputFile(out, apart_from=[prompts])
+    lines = jsonl.read_prompts(prompts, sampling)
+
+    from deepinfer.config import EngineArgs, load_config  # torch is loaded only when the files are good
+    from deepinfer.engine.llm import LLM
+    from deepinfer.engine.loader import model_directory
+    from deepinfer.engine.prompt import PromptReader
+    from deepinfer.model.progress import progress_bar
+    from deepinfer.tokenizer import Tokenizer
+
+    _say_what_nano_is(engine["model"])
+    model_dir = model_directory(engine["model"])
+    reader = PromptReader(EngineArgs.from_keywords(**engine), load_config(model_dir), Tokenizer.from_dir(model_dir))
+    ids = jsonl.token_ids(prompts, lines, reader)
+    llm = LLM(**engine)
+    start = time.perf_counter()
+    num_output = 0
+    with (
+        ResultLines(output, len(lines)) as results,
+        progress_bar(len(lines), unit="prompt", desc="generating") as bar,
+        contextlib.closing(llm.completions(ids, [line.params for line in lines])) as completions,
+    ):
+        for number, answers in completions:
+            texts = [llm.text(records) for records in answers]
+            results.write(number, jsonl.result_lines(lines[number], answers, llm.get_tokenizer(), texts))
+            num_output += sum(len(records) for records in answers)
+            bar.update()
+    seconds = time.perf_counter() - start
+    num_prompt = sum(map(len, ids))
     click.echo(
         f"{len(lines)} prompts in {seconds:.1f} s: {num_prompt} prompt tokens ({num_prompt / seconds:.0f}/s), "
-        f"{num_output} output tokens ({num_output / seconds:.0f}/s); written to {out}"
+        f"{num_output} output tokens ({num_output / seconds:.0f}/s); written to {out}",
+        err=output.descriptor is not None,
     )
 
 
 @main.command()
 @click.argument("model", default="full")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests of each rank.")
-@click.option("--context", type=click.IntRange(1), default=131072, show_default=True, help="Tokens of each request.")
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help=f"Tokens of each request.  [default: {_USUAL_CONTEXT}, or the model's positions where they are fewer]",
+)
 @click.option("--gpu-gib", type=click.FloatRange(1), default=139.0, show_default=True, help="Usable memory of a GPU, GiB.")
-def inspect(model: str, requests: int, context: int, gpu_gib: float) -> None:
+def inspect(model: str, requests: int, context: int | None, gpu_gib: float) -> None:
     """Parameters, bytes and memory of MODEL: full, nano, golden or a checkpoint directory.
 
     For a directory the headers of all shards are checked first; nothing is loaded.
@@ -293,14 +294,17 @@ def inspect(model: str, requests: int, context: int, gpu_gib: float) -> None:
     from deepinfer.config import load_config, named_config
     from deepinfer.model.inventory import render_directory, render_inventory, verify_directory
 
+    found = ""
     if model in ("full", "nano", "golden"):
         config = named_config(model)  # type: ignore[arg-type]
-    elif Path(model).is_dir():
-        click.echo(render_directory(verify_directory(Path(model))) + "\n")
+        _say_what_nano_is(model)
+    elif os.path.isdir(model):
+        found = render_directory(verify_directory(Path(model))) + "\n\n"
         config = load_config(Path(model))
     else:
         raise RequestError(f"model {model!r} is neither full, nano, golden nor a directory; give one of them")
-    click.echo(render_inventory(config, num_requests=requests, context_tokens=context, gpu_gib=gpu_gib))
+    tokens = min(_USUAL_CONTEXT, config.max_position_embeddings) if context is None else context
+    click.echo(found + render_inventory(config, num_requests=requests, context_tokens=tokens, gpu_gib=gpu_gib))
 
 
 @main.group()
@@ -434,14 +438,15 @@ def spec(
     Rounds are recorded at full length, or drawn with --acceptance; whatever rests on drawn rounds is marked as assumed.
     """
     from deepinfer.bench.spec import plot, render, require_plotting, run_spec, write_json
+    from deepinfer.engine.outputs import OutputFile
 
     if min(concurrency) < 1:
         raise RequestError(f"concurrency={','.join(map(str, concurrency))} must be positive numbers of requests")
-    if plot_file is not None:
-        require_plotting()
-    for path in (plot_file, json_file):  # before minutes are spent on what could not be written
-        if path is not None:
-            _open_output(path).close()
+    if plot_file is not None:  # before minutes are spent on what could not be written
+        require_plotting(plot_file)
+        OutputFile(plot_file)
+    if json_file is not None:
+        OutputFile(json_file, apart_from=[plot_file] if plot_file is not None else [])
     report = run_spec(model, num_requests=requests, num_tokens=tokens, concurrencies=concurrency, **options)
     click.echo(render(report))
     if json_file is not None:

@@ -6,6 +6,7 @@ every output.
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
 import time
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from deepinfer.bench.rounds import (
     BETA_CONCENTRATION,
@@ -40,7 +40,9 @@ from deepinfer.bench.rounds import (
 from deepinfer.config import DraftSampling, EngineArgs, ModelConfig, load_config
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.loader import load, model_directory, time_steps
+from deepinfer.engine.outputs import OutputFile
 from deepinfer.errors import ConfigError, RequestError
+from deepinfer.model.progress import progress_bar
 from deepinfer.ops.sampling import lay_out_rounds
 from deepinfer.request import Request, SamplingParams
 from deepinfer.scheduler.budget import CostCurve, survivals
@@ -95,7 +97,7 @@ def record_rounds(core: EngineCore, requests: Sequence[Request], num_drafts: int
         core.add(each)
     steps = []
     total = sum(each.params.max_tokens for each in requests)
-    with tqdm(total=total, unit="token", desc="recording") as bar:
+    with progress_bar(total, unit="token", desc="recording") as bar:
         while not core.is_idle:
             outputs = core.step()
             bar.update(len(outputs))
@@ -287,14 +289,21 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def require_plotting() -> None:
-    """Raises :class:`ConfigError` where matplotlib is missing; to be called before anything is measured."""
+def require_plotting(path: Path) -> None:
+    """Raises :class:`ConfigError` where matplotlib is missing or has no format for ``path``; before anything is measured."""
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError(
             "--plot needs matplotlib, which is not installed; pip install 'deepinfer[plot]', or leave it out"
         ) from error
+    known = sorted(FigureCanvasBase.filetypes)
+    if _format(path) not in known:
+        raise ConfigError(f"--plot {path} ends in no format of pictures; use one of {', '.join(known)}")
+
+
+def _format(path: Path) -> str:
+    return path.suffix[1:].lower() or "png"
 
 
 def plot(report: Report, path: Path) -> None:
@@ -322,7 +331,9 @@ def plot(report: Report, path: Path) -> None:
     bottom_right.plot(loads, [100 * each.gain for each in report.gains], marker="o")
     bottom_right.axhline(0, color="grey", linewidth=0.8)
     bottom_right.set(xlabel="requests", ylabel="%", title="estimated gain of adaptive lengths")
-    figure.savefig(path)
+    file = io.BytesIO()
+    figure.savefig(file, format=_format(path))
+    OutputFile(path).replace(file.getvalue())
 
 
 def _check_acceptance(acceptance: Sequence[float], config: ModelConfig) -> None:
@@ -415,4 +426,4 @@ def run_spec(
 
 def write_json(report: Report, path: Path) -> None:
     """Write :func:`as_json`."""
-    path.write_text(json.dumps(as_json(report), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    OutputFile(path).replace((json.dumps(as_json(report), indent=2, ensure_ascii=False) + "\n").encode())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
-
-from tqdm import tqdm
 
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
@@ -16,6 +14,7 @@ from deepinfer.engine.loader import load
 from deepinfer.engine.observer import Observer
 from deepinfer.engine.prompt import MultiModalData, Prompt, PromptReader, params_for_each
 from deepinfer.errors import ConfigError
+from deepinfer.model.progress import progress_bar
 from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
@@ -136,7 +135,7 @@ class LLM:
             for prompt, each in zip(ready, params, strict=True):
                 request_ids.append(self._add(core, prompt, each))
             unfinished = set(request_ids)
-            with tqdm(total=len(request_ids), unit="prompt", desc="generating", disable=not use_tqdm) as bar:
+            with progress_bar(len(request_ids), unit="prompt", desc="generating", shown=use_tqdm) as bar:
                 while unfinished:
                     last = {output.request_id for output in self._turn(core) if output.finished} & unfinished
                     ended = {request_id for request_id in last if not core.is_unfinished(request_id)}
@@ -146,6 +145,37 @@ class LLM:
             for request_id, each in zip(request_ids, params, strict=True):
                 answers += _by_sample(self._boxes[request_id], each.n)
             return answers
+        finally:
+            self._end(core, request_ids)
+
+    def completions(
+        self, prompt_token_ids: Sequence[Iterable[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Generator[tuple[int, list[list[RequestOutput]]], None, None]:
+        """Complete every prompt and hand each out as soon as it is complete; closing the iterator ends the others.
+
+        Yields:
+            The prompt's number from 0, and the records of its ``n`` answers; in the order in which prompts are completed.
+
+        Raises:
+            RequestError: a prompt or a parameter is not usable; nothing was generated.
+        """
+        ready = self._reader.prompts(None, prompt_token_ids, None)
+        params = params_for_each(sampling_params, len(ready))
+        core = self._running()
+        numbers: dict[str, int] = {}  # of unfinished requests
+        request_ids: list[str] = []
+        try:
+            for number, (prompt, each) in enumerate(zip(ready, params, strict=True)):
+                request_ids.append(self._add(core, prompt, each))
+                numbers[request_ids[-1]] = number
+            candidates: Iterable[str] = ()
+            while numbers:
+                ended = [each for each in candidates if each in numbers and not core.is_unfinished(each)]
+                for request_id in ended:
+                    number = numbers.pop(request_id)
+                    yield number, _by_sample(self._boxes[request_id], params[number].n)
+                # Whoever iterates may have turned the engine meanwhile: then the outputs of one turn of ours are not all.
+                candidates = list(numbers) if ended else {output.request_id for output in self._turn(core) if output.finished}
         finally:
             self._end(core, request_ids)
 

@@ -140,6 +140,10 @@ class PromptReader:
         self.check_length(len(ids))
         return ids
 
+    def check_params(self, params: SamplingParams) -> None:
+        """:func:`check_params` for this engine."""
+        check_params(params, self._config, banned=self._args.banned_token_ids)
+
     def check_length(self, num_tokens: int, what: str = "") -> None:
         """Refuse a prompt that has at least ``num_tokens`` tokens, and that a message calls ``what``.
 

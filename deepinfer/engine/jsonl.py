@@ -1,0 +1,208 @@
+"""Prompts and results as JSON lines: one object a line, UTF-8, ended by line feeds.
+
+Invariant: what :func:`result_line` writes, any reader of lines reads back: characters at which some readers end a line are
+written as escapes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer.engine.prompt import PromptReader
+from deepinfer.errors import RequestError, shown
+from deepinfer.request import RequestOutput, SamplingParams
+from deepinfer.tokenizer import Tokenizer
+
+LINE_PARAMETERS = (
+    "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "seq_seed", "ignore_eos",
+    "first_n_token_no_eos", "top_logprobs",
+)  # fmt: skip
+"""Sampling parameters that a line may have."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MAX_DIGITS = 300
+"""Of a whole number: more than any parameter has, fewer than Python converts to text or to a float."""
+_ESCAPES = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """One line.
+
+    Attributes:
+        number: of the line, from 1.
+        line_id: as given, else the number from 0.
+        prompt: text, or None for ``token_ids``.
+        token_ids: or None for ``prompt``.
+        params: how to sample.
+    """
+
+    number: int
+    line_id: str | int | None
+    prompt: str | None
+    token_ids: list[int] | None
+    params: SamplingParams
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file, without the byte-order mark in front.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptLine]:
+    """Every line that is not blank, checked as far as that needs no model.
+
+    Args:
+        path: the file.
+        sampling: parameters of lines that have none of their own.
+
+    Raises:
+        RequestError: the file or a line is not usable; names the line.
+    """
+    lines = []
+    for number, content in enumerate(read_file(path).split(b"\n"), start=1):
+        try:
+            text = content.decode("utf-8")
+            line = _parsed(text) if text.strip() else None
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{path}, line {number} is not UTF-8 text (byte {error.start}); convert it first") from error
+        except RequestError as error:
+            raise RequestError(f"{path}, line {number} {error}") from error
+        if line is None:
+            continue
+        own = {key: value for key, value in line.items() if key not in ("prompt", "prompt_token_ids", "id")}
+        try:
+            params = SamplingParams(**{**sampling, **own})
+        except RequestError as error:
+            raise RequestError(f"{path}, line {number}: {error}") from error
+        lines.append(
+            PromptLine(
+                number=number,
+                line_id=line.get("id", number - 1),
+                prompt=line.get("prompt"),
+                token_ids=line.get("prompt_token_ids"),
+                params=params,
+            )
+        )
+    if not lines:
+        raise RequestError(f"{path} holds no prompts; write one JSON object a line")
+    return lines
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The object of a line, its keys known and its prompt and id of the right types."""
+    try:
+        line = json.loads(text, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"is not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except RecursionError:
+        raise RequestError("is nested too deeply; write one object a line, with lists of token ids at most") from None
+    if not isinstance(line, dict) or ("prompt" in line) == ("prompt_token_ids" in line):
+        raise RequestError("needs an object with either prompt or prompt_token_ids")
+    unknown = sorted(set(line) - {"prompt", "prompt_token_ids", "id", *LINE_PARAMETERS})
+    if unknown:
+        raise RequestError(f"has the unknown key {shown(unknown[0])}; known are {', '.join(sorted(LINE_PARAMETERS))}")
+    line_id, prompt, ids = line.get("id"), line.get("prompt"), line.get("prompt_token_ids")
+    if isinstance(line_id, bool) or not isinstance(line_id, str | int | None):
+        raise RequestError(f"has id={shown(line_id)}; give a string or a whole number, or leave it out")
+    if "prompt" in line and not isinstance(prompt, str):
+        raise RequestError(f"has prompt={shown(prompt)}; prompts are strings, ids go to prompt_token_ids")
+    if "prompt_token_ids" in line and not (isinstance(ids, list) and ids):
+        raise RequestError(f"has prompt_token_ids={shown(ids)}; give a list of at least one token id")
+    for name, value in (("id", line_id), ("prompt", prompt)):
+        _check_text(name, value)
+    bias = line.get("logit_bias")
+    if isinstance(bias, dict):  # JSON has no keys but strings
+        line["logit_bias"] = {int(key) if key.isdecimal() and len(key) < _MAX_DIGITS else key: bias[key] for key in bias}
+    return line
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise RequestError(f"has a whole number of {len(text)} digits, {_MAX_DIGITS} are the most; write a smaller one")
+    return int(text)
+
+
+def _no_constant(name: str) -> object:
+    raise RequestError(f"has {name}, which is no JSON; write a finite number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise RequestError(f"has the key {shown(key)} twice; give each once")
+        made[key] = value
+    return made
+
+
+def _check_text(name: str, text: object) -> None:
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"has a lone surrogate at character {error.start} of {name}; send valid Unicode") from error
+
+
+def token_ids(path: Path, lines: Sequence[PromptLine], reader: PromptReader) -> list[list[int]]:
+    """Token ids of every line, checked against the model and the settings that ``reader`` knows.
+
+    Args:
+        path: names the file in errors.
+        lines: of :func:`read_prompts`.
+
+    Raises:
+        RequestError: a line cannot be served; names it.
+    """
+    found = []
+    for line in lines:
+        try:
+            prompt = reader.of_ids(line.token_ids) if line.token_ids is not None else reader.of_text(line.prompt)
+            reader.check_params(line.params)
+        except RequestError as error:
+            raise type(error)(f"{path}, line {line.number}: {error}") from error
+        found.append(list(prompt.token_ids))
+    return found
+
+
+def result_lines(
+    line: PromptLine, answers: Sequence[Sequence[RequestOutput]], tokenizer: Tokenizer, texts: Sequence[str]
+) -> bytes:
+    """A line for each answer to ``line``, with its text: id, text, token_ids, finish_reason, prompt_tokens, output_tokens; sample
+    where there are several, top_logprobs where they were asked for."""
+    return b"".join(
+        _result_line(line, sample, records, tokenizer, text)
+        for sample, (records, text) in enumerate(zip(answers, texts, strict=True))
+    )
+
+
+def _result_line(line: PromptLine, sample: int, records: Sequence[RequestOutput], tokenizer: Tokenizer, text: str) -> bytes:
+    ids = [each.token_id for each in records]
+    result: dict[str, Any] = {
+        "id": line.line_id,
+        "text": text,
+        "token_ids": ids,
+        "finish_reason": records[-1].finish_reason,
+        "prompt_tokens": records[-1].prompt_len,
+        "output_tokens": len(ids),
+    }
+    if line.params.n > 1:
+        result["sample"] = sample
+    if records[0].top_token_ids:
+        result["top_logprobs"] = [
+            [[tokenizer.decode([top_id]), value] for top_id, value in zip(each.top_token_ids, each.top_logprobs, strict=True)]
+            for each in records
+        ]
+    return (json.dumps(result, ensure_ascii=False).translate(_ESCAPES) + "\n").encode()
