@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.driver import Driver
 from deepinfer.engine.loader import load
-from deepinfer.engine.observer import Observer
 from deepinfer.engine.prompt import MultiModalData, Prompt, PromptReader, params_for_each
-from deepinfer.errors import ConfigError
 from deepinfer.model.progress import progress_bar
 from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
@@ -26,6 +28,11 @@ class LLM:
 
         llm = LLM("nano")
         print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=32))[0])
+
+    Any number of threads may share it.  Ctrl-C, or an exception of a signal handler, ends the call that it interrupts and its
+    requests, nothing else.  A forked child cannot use it.
+
+    Invariant: ``_boxes`` names exactly the requests of calls that have not ended; only the calls themselves keep its values.
     """
 
     def __init__(
@@ -73,9 +80,8 @@ class LLM:
         self.decode_sequence = decode_sequence
         self._tokenizer = loaded.tokenizer
         self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
-        self._core: EngineCore | None = loaded.core
-        self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
-        self._boxes: dict[str, deque[RequestOutput]] = {}  # unfinished request -> records that nobody has taken yet
+        self._driver = Driver(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+        self._boxes: weakref.WeakValueDictionary[str, _Inbox] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -83,10 +89,8 @@ class LLM:
         return self._tokenizer
 
     def close(self) -> None:
-        """Give the model's memory back; the object cannot be used afterwards."""
-        if self._core is not None:
-            self._core.close()
-        self._core = None
+        """Wait for the step in flight and give the model's memory back; the object cannot be used afterwards."""
+        self._driver.close()
 
     def generate(
         self,
@@ -114,6 +118,8 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is not usable; nothing was generated.
             ContextTooLong: a prompt is too long.
+            ConfigError: the object was closed, or this is a forked child of the process that made it.
+            StepFailed: a step broke, now or earlier; make a new object.
         """
         records = self.generate_records(prompts, sampling_params, prompt_token_ids, use_tqdm, multi_modal_data)
         return [self.text(each) for each in records] if self.decode_sequence else records
@@ -127,26 +133,18 @@ class LLM:
         multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
     ) -> list[list[RequestOutput]]:
         """:meth:`generate`, always with the records of each text's tokens."""
+        self._driver.check()
         ready = self._reader.prompts(prompts, prompt_token_ids, multi_modal_data)
         params = params_for_each(sampling_params, len(ready))
-        core = self._running()
-        request_ids: list[str] = []
-        try:
-            for prompt, each in zip(ready, params, strict=True):
-                request_ids.append(self._add(core, prompt, each))
-            unfinished = set(request_ids)
-            with progress_bar(len(request_ids), unit="prompt", desc="generating", shown=use_tqdm) as bar:
-                while unfinished:
-                    last = {output.request_id for output in self._turn(core) if output.finished} & unfinished
-                    ended = {request_id for request_id in last if not core.is_unfinished(request_id)}
-                    unfinished -= ended
-                    bar.update(len(ended))
-            answers: list[list[RequestOutput]] = []
-            for request_id, each in zip(request_ids, params, strict=True):
-                answers += _by_sample(self._boxes[request_id], each.n)
-            return answers
-        finally:
-            self._end(core, request_ids)
+        answers: list[list[list[RequestOutput]]] = [[] for _ in ready]
+        with (
+            progress_bar(len(ready), unit="prompt", desc="generating", shown=use_tqdm) as bar,
+            closing(self._complete(ready, params)) as completions,
+        ):
+            for number, records in completions:
+                answers[number] = records
+                bar.update()
+        return [records for each in answers for records in each]
 
     def completions(
         self, prompt_token_ids: Sequence[Iterable[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -159,47 +157,57 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is not usable; nothing was generated.
         """
+        self._driver.check()
         ready = self._reader.prompts(None, prompt_token_ids, None)
-        params = params_for_each(sampling_params, len(ready))
-        core = self._running()
-        numbers: dict[str, int] = {}  # of unfinished requests
-        request_ids: list[str] = []
+        return self._complete(ready, params_for_each(sampling_params, len(ready)))
+
+    def _complete(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Generator[tuple[int, list[list[RequestOutput]]], None, None]:
+        requests = [self._request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        numbers = {each.request_id: number for number, each in enumerate(requests)}
+        inbox = _Inbox(requests)
+        num_given = 0
         try:
-            for number, (prompt, each) in enumerate(zip(ready, params, strict=True)):
-                request_ids.append(self._add(core, prompt, each))
-                numbers[request_ids[-1]] = number
-            candidates: Iterable[str] = ()
-            while numbers:
-                ended = [each for each in candidates if each in numbers and not core.is_unfinished(each)]
-                for request_id in ended:
-                    number = numbers.pop(request_id)
-                    yield number, _by_sample(self._boxes[request_id], params[number].n)
-                # Whoever iterates may have turned the engine meanwhile: then the outputs of one turn of ours are not all.
-                candidates = list(numbers) if ended else {output.request_id for output in self._turn(core) if output.finished}
+            self._take_in(inbox, requests, prompts)
+            while num_given < len(requests):
+                self._driver.run(self._turn_unless, partial(inbox.has_ended_more_than, num_given))
+                for request_id in inbox.ended[num_given:]:
+                    num_given += 1
+                    number = numbers[request_id]
+                    yield number, _by_sample(inbox.records[request_id], params[number].n)
         finally:
-            self._end(core, request_ids)
+            self._end(requests)
 
     def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, token by token; closing the iterator ends the request.  ``n`` answers come mixed.
 
-        Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.
+        Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.  Errors are those of
+        :meth:`generate`; the iterator raises them too.
         """
-        ready = self._reader.of_text(prompt)
-        core = self._running()
+        self._driver.check()
         (params,) = params_for_each(sampling_params, 1)
-        request_id = self._add(core, ready, params)
-        box = self._boxes[request_id]
+        return self._stream(prompt, params)
+
+    def _stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        self._driver.check()
+        ready = self._reader.of_text(prompt)
+        request = self._request(ready, params)
+        inbox = _Inbox([request])
+        box = inbox.records[request.request_id]
         num_open = params.n
         try:
+            self._take_in(inbox, [request], [ready])
             while num_open:
+                self._driver.check()
                 if not box:
-                    self._turn(core)
-                while box:
-                    output = box.popleft()
-                    num_open -= output.finished
-                    yield output
+                    self._driver.run(self._turn_unless, lambda: bool(box))
+                    continue
+                output = box.popleft()
+                num_open -= output.finished
+                yield output
         finally:
-            self._end(core, [request_id])
+            self._end([request])
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids that :meth:`generate` makes of a text; raises :class:`ContextTooLong` where they are too many."""
@@ -214,36 +222,74 @@ class LLM:
         is_end = record.finish_reason == FinishReason.STOP or record.token_id == self.config.eos_token_id
         return None if is_end else record.token_id
 
-    def _running(self) -> EngineCore:
-        if self._core is None:
-            raise ConfigError("this LLM was closed; make a new one")
-        return self._core
+    @property
+    def _core(self) -> EngineCore:
+        """For tests, which look behind the door while nothing runs."""
+        return self._driver.core
 
-    def _add(self, core: EngineCore, prompt: Prompt, params: SamplingParams) -> str:
-        request_id = str(next(self._numbers))
-        request = Request(request_id=request_id, prompt_token_ids=prompt.token_ids, params=params, images=dict(prompt.images))
-        core.add(request, prompt.pictures)
-        self._observer.arrived(request, time.monotonic())
-        self._boxes[request_id] = deque()
-        return request_id
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        return Request(
+            request_id=str(next(self._numbers)), prompt_token_ids=prompt.token_ids, params=params, images=dict(prompt.images)
+        )
 
-    def _turn(self, core: EngineCore) -> list[RequestOutput]:
-        """One turn of the engine; every record goes to its request's box, too."""
-        start = time.monotonic()
-        outputs = core.step()
+    def _take_in(self, inbox: _Inbox, requests: Sequence[Request], prompts: Sequence[Prompt]) -> None:
+        """Add requests, whose records go to ``inbox``; if it raises, any of them may have been added."""
         now = time.monotonic()
-        self._observer.stepped(outputs, now - start, now)
-        for output in outputs:
-            self._boxes[output.request_id].append(output)
-        return outputs
+        self._boxes.update({each.request_id: inbox for each in requests})
 
-    def _end(self, core: EngineCore, request_ids: Iterable[str]) -> None:
-        """Forget requests, ended or not."""
-        unfinished = [request_id for request_id in request_ids if core.is_unfinished(request_id)]
-        core.abort(unfinished)
-        self._observer.aborted(unfinished)
-        for request_id in request_ids:
-            del self._boxes[request_id]
+        def add() -> None:
+            for request, prompt in zip(requests, prompts, strict=True):
+                self._driver.add(request, prompt.pictures, now)
+
+        self._driver.run(add)
+
+    def _turn_unless(self, has_news: Callable[[], bool]) -> None:
+        """A job: one turn of the engine, whose records go to their inboxes.  Not if turns of others brought news meanwhile."""
+        if has_news():
+            return
+        orphans = []
+        for output in self._driver.turn():
+            inbox = self._boxes.get(output.request_id)
+            if inbox is not None:
+                inbox.put(output)
+            else:
+                orphans.append(output.request_id)  # its call was interrupted twice, before it could end it
+        if orphans:
+            self._driver.drop(orphans)
+
+    def _end(self, requests: Iterable[Request]) -> None:
+        """Forget requests, ended or not, added or not."""
+        ids = [each.request_id for each in requests]
+        self._driver.drop(ids)
+        for request_id in ids:
+            self._boxes.pop(request_id, None)
+
+
+class _Inbox:
+    """What one call waits for.
+
+    Attributes:
+        records: of each request, those that nobody has taken yet.
+        ended: requests all of whose answers have ended, in the order of their ends.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.records: dict[str, deque[RequestOutput]] = {}
+        self.ended: list[str] = []
+        self._num_open: dict[str, int] = {}
+        for each in requests:
+            self.records[each.request_id] = deque()
+            self._num_open[each.request_id] = each.params.n
+
+    def has_ended_more_than(self, num_requests: int) -> bool:
+        """Whether more requests than so many have ended."""
+        return len(self.ended) > num_requests
+
+    def put(self, output: RequestOutput) -> None:
+        self.records[output.request_id].append(output)
+        self._num_open[output.request_id] -= output.finished
+        if output.finished and not self._num_open[output.request_id]:
+            self.ended.append(output.request_id)
 
 
 def _by_sample(records: Iterable[RequestOutput], num_samples: int) -> list[list[RequestOutput]]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deepinfer.config import EngineArgs
-from deepinfer.engine.core import EngineCore
+from deepinfer.engine.driver import Driver
 from deepinfer.engine.loader import Loaded, load
-from deepinfer.engine.observer import Observer
 from deepinfer.engine.prompt import MultiModalData, PromptReader
-from deepinfer.errors import ConfigError, RequestError, shown
+from deepinfer.errors import RequestError, shown
 from deepinfer.metrics import Snapshot
 from deepinfer.request import Request, RequestOutput, SamplingParams, as_flag, as_names, as_number, as_text, as_whole_numbers
 from deepinfer.scheduler.scheduler import SchedulerStats
@@ -36,6 +36,10 @@ class LLMEngine:
             for output in engine.step():
                 print(output.request_id, output.token_id)
         engine.close()
+
+    Any number of threads may share it; each record goes to one of those who step.  Ctrl-C, or an exception of a signal handler,
+    interrupts a wait and nothing else: the records that it would have brought come with the next step.  A forked child cannot
+    use it.
     """
 
     def __init__(self, args: EngineArgs, loaded: Loaded) -> None:
@@ -44,8 +48,9 @@ class LLMEngine:
         self.config = loaded.config
         self._tokenizer = loaded.tokenizer
         self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
-        self._open: EngineCore | None = loaded.core
-        self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+        self._driver = Driver(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+        self._untaken: list[RequestOutput] = []  # records that no caller has yet
+        self._lock = threading.Lock()  # of the line above, for as long as it takes to exchange the list
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, progress: bool = True) -> LLMEngine:
@@ -92,8 +97,13 @@ class LLMEngine:
         Raises:
             RequestError: the request cannot be served; nothing was taken in.
             ContextTooLong: the prompt is too long.
+            ConfigError: the engine was closed, or this is a forked child of the process that made it.
+            StepFailed: a step broke earlier; make a new engine.
+
+        Where an exception interrupts the wait, the request may have been taken; :meth:`abort_request` is right either way.
         """
-        core = self._core()
+        self._driver.check()
+        now, arrived_s = time.time(), time.monotonic()
         try:
             if not isinstance(user_id, int | str):
                 raise RequestError(f"user_id={shown(user_id)} is neither a number nor a string; give one of them")
@@ -105,6 +115,7 @@ class LLMEngine:
             if arrival_time is not None:
                 most = sys.float_info.max
                 arrival_time = as_number("arrival_time", arrival_time, 0, most, "seconds since the epoch, or leave it out")
+                arrived_s -= max(0.0, now - arrival_time)
             ids = self._reader.unchecked_ids(prompt_token_ids)
             outside = next((each for each in ids if not 0 <= each < self.config.vocab_size), None)
             if outside is not None:
@@ -125,12 +136,10 @@ class LLMEngine:
                 images=prompt.images,
                 checkpoints=tuple(as_whole_numbers("chunk_checkpoints", checkpoints, things="positions", low=None)),
             )
-            core.add(request, prompt.pictures)
+            self._driver.add(request, prompt.pictures, arrived_s)
         except RequestError as error:
-            self._observer.refused(error)
+            self._driver.refused(error)
             raise
-        waited_s = max(0.0, time.time() - arrival_time) if arrival_time is not None else 0.0
-        self._observer.arrived(request, time.monotonic() - waited_s)
         return True
 
     def abort_request(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
@@ -142,10 +151,7 @@ class LLMEngine:
         Raises:
             RequestError: it is neither an id nor several.
         """
-        ids = as_names("request_ids", request_ids)
-        counts = self._core().abort(ids)
-        self._observer.aborted(ids)
-        return counts
+        return self._driver.run(self._abort, as_names("request_ids", request_ids))
 
     def step(self) -> list[RequestOutput]:
         """Turn the loop once; returns the tokens of the step before, none on the first turn.
@@ -153,52 +159,53 @@ class LLMEngine:
         A request with ``n`` answers has ended when each of them had a finished record; ``sample_idx`` tells them apart.
 
         Raises:
-            StepFailed: the step broke; the engine cannot go on.
+            StepFailed: a step broke, now or earlier; the engine cannot go on.
         """
-        core = self._core()
-        if core.is_idle:
-            return []
-        begin = time.monotonic()
-        outputs = core.step()
-        now = time.monotonic()
-        self._observer.stepped(outputs, now - begin, now)
-        return outputs
+        return self._outputs(self._driver.turn)
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Wait for the step in flight and return its tokens; nothing new is started."""
-        begin = time.monotonic()
-        outputs = self._core().flush()
-        now = time.monotonic()
-        self._observer.stepped(outputs, now - begin, now)
-        return outputs
+        return self._outputs(self._driver.flush)
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""
-        return not self._core().is_idle
+        return self._driver.run(lambda: bool(self._untaken) or not self._driver.core.is_idle)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
-        return self._core().num_unfinished
+        return self._driver.run(lambda: self._driver.core.num_unfinished)
 
     def get_num_pendings(self) -> int:
         """Requests that wait for room."""
-        return self._core().stats().num_waiting
+        return self.stats().num_waiting
 
     def stats(self) -> SchedulerStats:
         """What the scheduler counts."""
-        return self._core().stats()
+        return self._driver.run(lambda: self._driver.core.stats())
 
     def metrics(self) -> Snapshot:
         """Counters and histograms since the start."""
-        return self._observer.snapshot()
+        return self._driver.snapshot()
 
     def close(self) -> None:
-        """Give the model's memory back; the object cannot be used afterwards."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """Wait for the step in flight and give the model's memory back; the object cannot be used afterwards."""
+        self._driver.close()
 
-    def _core(self) -> EngineCore:
-        if self._open is None:
-            raise ConfigError("this engine was closed; make a new one")
-        return self._open
+    def _abort(self, request_ids: list[str]) -> tuple[int, int]:
+        """A job."""
+        with self._lock:
+            self._untaken = [each for each in self._untaken if each.request_id not in request_ids]
+        return self._driver.abort(request_ids)
+
+    def _outputs(self, turn: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Records of a turn, and those before it whose caller was interrupted."""
+
+        def job() -> None:
+            outputs = turn()
+            with self._lock:
+                self._untaken += outputs
+
+        self._driver.run(job)
+        with self._lock:
+            outputs, self._untaken = self._untaken, []
+        return outputs

@@ -10,12 +10,12 @@ did, and once there are more threads than cores the waiting ones go to sleep: ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from deepinfer.errors import StepFailed, reason
 from deepinfer.executor.pictures import Picture
 from deepinfer.executor.sample import Launched
+from deepinfer.executor.thread import Job, SerialThread
 from deepinfer.executor.worker import Worker
 from deepinfer.request import SamplingParams
 from deepinfer.step import StepPlan, StepResult
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Pending:
     """A launched step."""
 
-    def __init__(self, launched: Future[Launched]) -> None:
+    def __init__(self, launched: Job[Launched]) -> None:
         self._launched = launched
 
     def result(self) -> StepResult:
@@ -54,12 +54,12 @@ class Executor:
 
     def __init__(self, build: Callable[[], Worker]) -> None:
         """Build the worker in its thread; raises what ``build`` raises."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepinfer-worker")
-        self._errands: list[Future[None]] = []
+        self._thread = SerialThread("deepinfer-worker", StepFailed("the engine was closed; make another one"))
+        self._errands: list[Job[None]] = []
         try:
             self.worker = self.call(build)
         except BaseException:
-            self.close()
+            self._thread.end()  # not waited for: whoever interrupts the loading of a large model wants to go on
             raise
 
     def call(self, job: Callable[[], T]) -> T:
@@ -80,10 +80,11 @@ class Executor:
         return Pending(self._thread.submit(self._launch, errands, plan))
 
     def close(self) -> None:
-        """Finish what was launched and end the thread."""
-        self._thread.shutdown(wait=True)
+        """Finish what was launched and end the thread; may be called again.  Whatever is asked of it later fails."""
+        self._thread.end()
+        self._thread.join()
 
-    def _launch(self, errands: Sequence[Future[None]], plan: StepPlan) -> Launched:
+    def _launch(self, errands: Sequence[Job[None]], plan: StepPlan) -> Launched:
         for errand in errands:
             errand.result()  # done: the thread runs one call after the other
         return self.worker.launch(plan)

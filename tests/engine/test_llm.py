@@ -1,6 +1,8 @@
 """The offline interface on nano: what comes back, and that nothing a caller gets wrong harms anything."""
 
 import io
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from PIL import Image
 
 from deepinfer import LLM, SamplingParams
-from deepinfer.errors import ConfigError, ContextTooLong, RequestError
+from deepinfer.errors import ConfigError, ContextTooLong, RequestError, StepFailed
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.inputs import StepInputs
 from deepinfer.request import FinishReason, Request
@@ -274,6 +276,66 @@ def test_streams_and_batches_in_between_get_their_own_records(llm):
         got[text] += [each.token_id for each in stream]
         assert got[text] == alone[text]
     assert_everything_returned(llm)
+
+
+def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
+    expected = token_ids(llm, PROMPTS, greedy())
+
+    is_inside = False
+
+    def ring(*_):
+        if is_inside:
+            raise KeyboardInterrupt
+
+    def interrupted():
+        nonlocal is_inside
+        is_inside = True
+        try:
+            token_ids(llm, PROMPTS * 2, greedy(max_tokens=400))
+        finally:
+            is_inside = False
+
+    stream = llm.stream("one", greedy())
+    streamed = [next(stream).token_id]
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for milliseconds in (1, 20, 100):
+            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000, 0.001)  # and again while it cleans up
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert token_ids(llm, PROMPTS, greedy()) == expected
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [streamed + [each.token_id for each in stream]] == token_ids(llm, ["one"], greedy())
+    assert_everything_returned(llm)
+
+
+def test_threads_share_a_model(llm):
+    params = [greedy(max_tokens=count) for count in (9, 3, 5)]
+    expected = token_ids(llm, PROMPTS, params)
+    with ThreadPoolExecutor(6) as threads:
+        alone = [threads.submit(token_ids, llm, [prompt], each) for prompt, each in zip(PROMPTS, params, strict=True)]
+        together = [threads.submit(token_ids, llm, PROMPTS, params) for _ in range(2)]
+        assert [each.result() for each in alone] == [[each] for each in expected]
+        assert [each.result() for each in together] == [expected] * 2
+    assert_everything_returned(llm)
+
+
+def test_a_step_that_breaks_ends_the_model_and_its_memory_can_be_given_back():
+    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
+    worker = llm._core.executor.worker
+    stream = llm.stream("x", greedy())
+    next(stream)
+    worker.launch = lambda plan: 1 / 0
+    for use in (lambda: list(stream), lambda: llm.generate("x", use_tqdm=False), lambda: next(llm.stream("x"))):
+        with pytest.raises(StepFailed, match=r"a step failed \(ZeroDivisionError: division by zero\); restart the engine"):
+            use()
+    assert not llm._boxes
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("x")
 
 
 def test_an_id_used_again_on_the_same_slot_gets_its_own_parameters():
