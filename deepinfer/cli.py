@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -18,6 +19,7 @@ from deepinfer.errors import EngineError, RequestError
 _USUAL_CONTEXT = 131072
 _INTERRUPTED, _NOBODY_READS = 130, 141
 """Exit codes of what SIGINT and SIGPIPE end, as shells count them."""
+_NO_MEMORY = "Error: the system gives no more memory; free some, raise the limit of this process (ulimit -v), or ask for less"
 
 
 class _Group(click.Group):
@@ -34,23 +36,43 @@ class _Group(click.Group):
         except KeyboardInterrupt as error:
             _complain(ctx, _INTERRUPTED, "Interrupted", error)
         except BrokenPipeError:
-            with contextlib.suppress(OSError):  # what is left in buffers has no reader either
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _forget(1)
             ctx.exit(_NOBODY_READS)
-        except MemoryError as error:
-            _complain(
-                ctx, 2, "Error: the system gives no more memory; free some, raise the limit (ulimit -v), or ask for less", error
-            )
-        except OSError as error:
-            if error.filename is not None or error.errno is None:
+        except (MemoryError, ImportError, OSError, RuntimeError) as error:
+            if _is_lack_of_memory(error):
+                _complain(ctx, 2, _NO_MEMORY, error)
+            if not isinstance(error, OSError) or error.filename is not None or error.errno is None:
                 raise
+            _forget(1)
             _complain(ctx, 2, f"Error: cannot write the output: {error.strerror}; send it elsewhere", error)
 
 
-def _complain(ctx: click.Context, code: int, sentence: str, error: BaseException) -> None:
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether the system gave no memory, for data, a library or a thread."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("failed to map segment", "annot allocate memory", "can't allocate memory", "can't start new thread")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in words)
+
+
+def _forget(descriptor: int) -> None:
+    """What is left in the buffer of a standard stream cannot be written either, and Python would try again at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _complain(ctx: click.Context, code: int, sentence: str, error: BaseException) -> NoReturn:
     """Say what happened, and what the error was told on its way up, in one line; then end."""
-    click.echo("; ".join([sentence, *getattr(error, "__notes__", ())]), err=True)
+    _remark("; ".join([sentence, *getattr(error, "__notes__", ())]))
     ctx.exit(code)
+
+
+def _remark(sentence: str) -> None:
+    """Say something on stderr; where nobody can read it, it is not worth an error."""
+    try:
+        click.echo(sentence, err=True)
+    except OSError:
+        _forget(2)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -184,7 +206,7 @@ def generate(
 
 
 def _read(path: Path) -> str:
-    from deepinfer.engine.jsonl import read_file
+    from deepinfer.engine.files import read_file
 
     try:
         return read_file(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -194,7 +216,7 @@ def _read(path: Path) -> str:
 
 def _say_what_nano_is(model: str) -> None:
     if model == "nano":
-        click.echo("nano is a small model with random weights: its text means nothing, it shows that the engine works.", err=True)
+        _remark("nano is a small model with random weights: its text means nothing, it shows that the engine works.")
 
 
 def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
@@ -230,16 +252,15 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
     assert first is not None and now is not None, "a request gives at least one token"  # noqa: PT018
     decoded = num_output - params.n
     rate = f", then {decoded / (now - first):.1f} tokens/s" if decoded and now > first else ""
-    click.echo(
+    _remark(
         f"[prompt {num_prompt} tokens in {first - start:.2f} s ({num_prompt / (first - start):.0f} tokens/s); "
-        f"output {num_output} tokens{rate}; finished by {', '.join(sorted(set(reasons)))}]",
-        err=True,
+        f"output {num_output} tokens{rate}; finished by {', '.join(sorted(set(reasons)))}]"
     )
 
 
 def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
     from deepinfer.engine import jsonl
-    from deepinfer.engine.outputs import OutputFile, ResultLines
+    from deepinfer.engine.files import OutputFile, ResultLines
 
     output = OutputFile(out, apart_from=[prompts])
     lines = jsonl.read_prompts(prompts, sampling)
@@ -270,10 +291,10 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
             bar.update()
     seconds = time.perf_counter() - start
     num_prompt = sum(map(len, ids))
-    click.echo(
+    say = click.echo if output.descriptor is None else _remark  # the results have stdout
+    say(
         f"{len(lines)} prompts in {seconds:.1f} s: {num_prompt} prompt tokens ({num_prompt / seconds:.0f}/s), "
-        f"{num_output} output tokens ({num_output / seconds:.0f}/s); written to {out}",
-        err=output.descriptor is not None,
+        f"{num_output} output tokens ({num_output / seconds:.0f}/s); written to {out}"
     )
 
 
@@ -438,7 +459,7 @@ def spec(
     Rounds are recorded at full length, or drawn with --acceptance; whatever rests on drawn rounds is marked as assumed.
     """
     from deepinfer.bench.spec import plot, render, require_plotting, run_spec, write_json
-    from deepinfer.engine.outputs import OutputFile
+    from deepinfer.engine.files import OutputFile
 
     if min(concurrency) < 1:
         raise RequestError(f"concurrency={','.join(map(str, concurrency))} must be positive numbers of requests")

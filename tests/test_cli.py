@@ -16,8 +16,8 @@ from click.testing import CliRunner
 import deepinfer.engine.llm
 from deepinfer.cli import main
 from deepinfer.config import config_json, named_config
+from deepinfer.engine.files import OutputFile, ResultLines
 from deepinfer.engine.jsonl import read_prompts
-from deepinfer.engine.outputs import OutputFile, ResultLines
 from deepinfer.errors import RequestError, StepFailed
 from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.tokenizer import byte_tokenizer
@@ -414,7 +414,8 @@ REAL_PROCESS = textwrap.dedent(
 
 
 def real_process(*args, **how):
-    return subprocess.Popen([sys.executable, "-c", REAL_PROCESS, *map(str, args)], stderr=subprocess.PIPE, text=True, **how)
+    how = {"stderr": subprocess.PIPE, **how}
+    return subprocess.Popen([sys.executable, "-c", REAL_PROCESS, *map(str, args)], text=True, **how)
 
 
 def test_ctrl_c_ends_a_real_process_with_one_sentence(three, tmp_path):
@@ -527,3 +528,85 @@ def test_speculation_changes_no_seeded_text():
     assert refused.exit_code == 2
     assert "use 0 to 5" in refused.stderr
     assert run(*arguments, "--draft-sampling", "argmax").exit_code == 0
+
+
+STREAMING = textwrap.dedent(
+    r"""
+    import sys, types
+    from deepinfer.config import named_config
+    from deepinfer.tokenizer import byte_tokenizer
+    from deepinfer.cli import main
+
+    TOKENIZER = byte_tokenizer()
+    IDS = TOKENIZER.encode("\u6f22\xe9 " * 500)
+
+    class FakeLLM:
+        config = named_config("nano")
+        def __init__(self, **_): pass
+        def get_tokenizer(self): return TOKENIZER
+        def stream(self, prompt, params):
+            for number, each in enumerate(IDS, start=1):
+                yield types.SimpleNamespace(sample_idx=0, token_id=each, finished=number == len(IDS), prompt_len=1,
+                                            num_output_tokens=number, finish_reason="length")
+
+    sys.modules["deepinfer.engine.llm"] = types.SimpleNamespace(LLM=FakeLLM)  # no torch: what is tested are the streams
+    main(["generate", "x"])
+    """
+)
+
+
+def streamed(**how):
+    how = {"stderr": subprocess.PIPE, **how}
+    process = subprocess.Popen([sys.executable, "-c", STREAMING], encoding="utf-8", **how)
+    said = process.communicate(timeout=60)
+    return process.returncode, *said
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, ("漢é", r"\u6f22")),
+        ({"PYTHONIOENCODING": "latin-1"}, (r"\u6f22é",)),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, ("漢é", r"\u6f22")),
+    ],
+    ids=str,
+)
+def test_a_terminal_without_the_characters_is_no_error(variables, shown, tmp_path):
+    with (tmp_path / "out").open("wb") as file:
+        code, _, said = streamed(env={**os.environ, **variables}, stdout=file)
+    assert (code, "Traceback" in said) == (0, False)
+    text = (tmp_path / "out").read_text("latin-1" if "latin-1" in variables.values() else "utf-8")
+    assert any(each in text for each in shown)
+
+
+def test_streams_that_nobody_reads_are_no_error(tmp_path):
+    code, _, said = streamed(preexec_fn=lambda: os.close(1))
+    assert (code, "Traceback" in said) == (0, False)
+    code, text, _ = streamed(preexec_fn=lambda: os.close(2), stdout=subprocess.PIPE)
+    assert (code, text.count("漢")) == (0, 500)
+    with open("/dev/full", "w") as full:
+        code, text, _ = streamed(stderr=full, stdout=subprocess.PIPE)
+        assert (code, text.count("漢")) == (0, 500)
+        code, _, said = streamed(stdout=full)
+        assert code == 2
+        assert said.splitlines()[-1] == "Error: cannot write the output: No space left on device; send it elsewhere"
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    code, _, said = streamed(stdout=write)
+    os.close(write)
+    assert code == 141
+    assert len(said.splitlines()) == 1, "nothing but what nano is"
+
+
+@pytest.mark.parametrize("num_bytes", [300 << 20, 1000 << 20])
+def test_too_little_address_space_is_one_sentence(num_bytes):
+    ran = subprocess.run(
+        [sys.executable, "-m", "deepinfer.cli", "generate", "x", "--max-tokens", "1", *FAST],
+        capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes)),
+    )  # fmt: skip
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == 0 or (ran.returncode == 2 and "memory" in ran.stderr.splitlines()[-1])

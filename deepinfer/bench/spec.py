@@ -39,8 +39,8 @@ from deepinfer.bench.rounds import (
 )
 from deepinfer.config import DraftSampling, EngineArgs, ModelConfig, load_config
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.files import OutputFile
 from deepinfer.engine.loader import load, model_directory, time_steps
-from deepinfer.engine.outputs import OutputFile
 from deepinfer.errors import ConfigError, RequestError
 from deepinfer.model.progress import progress_bar
 from deepinfer.ops.sampling import lay_out_rounds

@@ -10,12 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deepinfer.engine.prompt import PromptReader
+from deepinfer.engine.files import read_file
 from deepinfer.errors import RequestError, shown
 from deepinfer.request import RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from deepinfer.engine.prompt import PromptReader  # it loads torch, and lines are read without
 
 LINE_PARAMETERS = (
     "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -24,7 +27,6 @@ LINE_PARAMETERS = (
 )  # fmt: skip
 """Sampling parameters that a line may have."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DIGITS = 300
 """Of a whole number: more than any parameter has, fewer than Python converts to text or to a float."""
 _ESCAPES = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
@@ -47,18 +49,6 @@ class PromptLine:
     prompt: str | None
     token_ids: list[int] | None
     params: SamplingParams
-
-
-def read_file(path: Path) -> bytes:
-    """All of a file, without the byte-order mark in front.
-
-    Raises:
-        RequestError: it cannot be read.
-    """
-    try:
-        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
 def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptLine]:

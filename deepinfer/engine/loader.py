@@ -1,27 +1,21 @@
-"""From a model's name or directory to a worker that can run it.
-
-``nano`` is the small model that is always at hand: its checkpoint is written on first use to the user's cache, in the published
-format, and then read like any other.
-"""
+"""From a model's name or directory to a worker that can run it."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
+import os
 import platform
 import re
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.config import EngineArgs, ModelConfig, cache_dir, config_json, load_config, named_config
+from deepinfer.config import EngineArgs, ModelConfig, config_json, folder, load_config
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.nano import nano_directory
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
@@ -33,13 +27,12 @@ from deepinfer.kv.manager import KVManager
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.vision import VisionTower
-from deepinfer.model.weights import random_tensors, rank_memory, read_checkpoint, write_checkpoint
+from deepinfer.model.weights import random_tensors, rank_memory, read_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.scheduler import Limits
-from deepinfer.tokenizer import IMAGE, Tokenizer, byte_tokenizer
+from deepinfer.tokenizer import IMAGE, Tokenizer
 
-NANO_SEED = 20261017
 _SPARE_PAGES = 64
 """Pages beyond what running requests can use, for prefixes of ended ones, at least."""
 _GIB = 1 << 30
@@ -70,37 +63,11 @@ def model_directory(model: str, *, progress: bool = True) -> Path:
         ConfigError: it is neither a directory nor a known name.
     """
     if model == "nano":
-        return _nano_directory(progress=progress)
-    path = Path(model).expanduser()
-    if not path.is_dir():
+        return nano_directory(progress=progress)
+    path = folder("model", model)
+    if not os.path.isdir(path):
         raise ConfigError(f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, or nano")
     return path
-
-
-def _nano_directory(*, progress: bool) -> Path:
-    config, tokenizer = named_config("nano"), byte_tokenizer()
-    identity = json.dumps([config_json(config), NANO_SEED, tokenizer.vocab_size, random_tensors.__doc__], sort_keys=True)
-    path = cache_dir() / f"nano-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    if not path.is_dir():
-        # Made beside its place and renamed: it is there whole or not at all, whoever else makes it at the same time.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            write_checkpoint(made, config, random_tensors(config, NANO_SEED), progress=progress)
-            tokenizer.save(made / "tokenizer.json")
-            with contextlib.suppress(FileExistsError):
-                _rename_if_free(made, path)
-    return path
-
-
-def _rename_if_free(source: Path, target: Path) -> None:
-    """Rename a directory; raises FileExistsError if ``target`` is there by now."""
-    try:
-        source.rename(target)
-    except OSError as error:
-        if target.is_dir():
-            raise FileExistsError(f"{target} exists") from error
-        raise
 
 
 def _pick_device(name: str) -> torch.device:
@@ -344,9 +311,7 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     Raises:
         ConfigError: settings, files or memory do not allow it.
     """
-    # Making nano's weights computes, so it gets a thread that ends: see executor.py for what a second computing thread costs.
-    with ThreadPoolExecutor(max_workers=1) as maker:
-        model_dir = maker.submit(model_directory, args.model, progress=progress).result()
+    model_dir = model_directory(args.model, progress=progress)
     config = load_config(model_dir)
     tokenizer = Tokenizer.from_dir(Path(args.tokenizer).expanduser() if args.tokenizer else model_dir)
     compression = tokenizer.compression_map()
@@ -354,8 +319,23 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     _check_memory(args, config)
     bind(REFERENCE)
     classes, num_threads = torch.from_numpy(compression), torch.get_num_threads()  # of the caller, who may have set it
-    executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
-    return Loaded(config=config, tokenizer=tokenizer, core=_build_core(args, config, executor, progress=progress))
+    try:
+        executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
+        core = _build_core(args, config, executor, progress=progress)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        raise ConfigError(
+            f"there is too little memory for model={args.model} and its caches; free some, raise the limit of this process "
+            "(ulimit -v), or lower max_num_seqs and max_model_len"
+        ) from error
+    return Loaded(config=config, tokenizer=tokenizer, core=core)
+
+
+def _is_lack_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether the system or the device gave no memory; the allocator of the CPU has no exception of its own for that."""
+    words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "can't start new thread")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_classes: int) -> None:

@@ -92,11 +92,13 @@ def load_curve(directory: str | Path | None, ttl_s: float, key: CurveKey) -> Cos
         raw = json.loads(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("format") != _FORMAT or raw.get("key") != dict(key):
             raise ValueError("it was written by something else or for another engine")
+        if "sizes" in key and json.dumps([point[0] for point in raw["points"]]) != key["sizes"]:
+            raise ValueError("its points are not those of the sizes that are measured")
         age_s = time.time() - float(raw["measured_at"])
         curve = CostCurve.from_json(raw)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         logger.warning("the step times in %s are not used: %s; they are measured again", path, error)
         return None
     if not 0 <= age_s < ttl_s:

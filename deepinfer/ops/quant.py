@@ -122,7 +122,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _keeps_bits(width: int, out_width: int, dtype: torch.dtype, num_threads: int) -> bool:
     """Whether a product of this shape has the same bits with so many threads as with one, on this CPU and with this library.
 
-    A library that has more threads than columns to give them splits the sums; what it does with columns left over differs as well.
+    A library with more threads than columns to give them splits the sums, and it treats columns left over in another way.
     Where that begins depends on the library, its version, the instructions and the type: [32, 1536] x [1536, 24] in fp32
     differs from three threads on with AVX2, and from two on with AVX-512.  So it is tried, once for each shape.
     """

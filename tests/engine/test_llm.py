@@ -1,5 +1,6 @@
 """The offline interface on nano: what comes back, and that nothing a caller gets wrong harms anything."""
 
+import contextlib
 import io
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -336,6 +337,26 @@ def test_a_step_that_breaks_ends_the_model_and_its_memory_can_be_given_back():
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
         llm.generate("x")
+
+
+def test_completions_come_as_they_complete_with_the_records_of_a_batch(llm):
+    ids = [llm.prompt_ids(text) for text in PROMPTS]
+    params = [greedy(max_tokens=20), greedy(max_tokens=2), greedy(max_tokens=6, n=2)]
+    expected = [[each.token_id for each in one] for one in llm.generate_records(PROMPTS, params, use_tqdm=False)]
+    found = []
+    for number, answers in llm.completions(ids, params):
+        found.append((number, [[each.token_id for each in one] for one in answers]))
+        llm.generate_records(["another batch turns the engine in between"], greedy(max_tokens=30), use_tqdm=False)
+    assert found[0][0] == 1, "the shortest is complete first"
+    assert [answer for _, answers in sorted(found) for answer in answers] == expected
+    assert_everything_returned(llm)
+
+
+def test_completions_that_are_closed_leave_nothing(llm):
+    with contextlib.closing(llm.completions([[0, 5], [0, 6]], [greedy(max_tokens=2), greedy(max_tokens=100)])) as completions:
+        assert next(completions)[0] == 0
+    assert_everything_returned(llm)
+    assert list(llm.completions([])) == []
 
 
 def test_an_id_used_again_on_the_same_slot_gets_its_own_parameters():

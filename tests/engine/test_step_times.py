@@ -138,3 +138,17 @@ def test_processes_that_write_at_once_leave_a_whole_file(tmp_path):
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
         assert list(pool.map(_write_and_read, [tmp_path] * 3, range(3))) == [0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_points_of_other_sizes_are_not_used(tmp_path, caplog):
+    """A digit that flipped must not ask for gigabytes."""
+    key = {**KEY, "sizes": "[1, 8, 64]"}
+    save_curve(tmp_path, key, CURVE)
+    (file,) = tmp_path.iterdir()
+    assert load_curve(tmp_path, 60, key) is not None
+    for damaged in ("[800000000000, ", "[8.0, ", "[null, "):
+        text = file.read_text()
+        file.write_text(text.replace("[8, ", damaged, 1) if "[[" in text else text)
+        assert load_curve(tmp_path, 60, key) is None
+        assert "they are measured again" in caplog.text
+        file.write_text(text)

@@ -1,4 +1,4 @@
-"""Files that commands write: whole or as they were before, and what was finished is never lost.
+"""Files that commands read and write: written whole or left as they were, and what was finished is never lost.
 
 :class:`OutputFile` is where one command writes.  It is checked when it is made, before minutes are spent on what could not be
 written, and nothing is touched by that.  Ordinary files are replaced by a rename.  Terminals, pipes and devices are written to.
@@ -26,6 +26,19 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")
 _MAX_LINKS = 40
 _MAX_NAME_BYTES = 255
 _COPY_BYTES = 1 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file, without the byte-order mark in front.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
 def _problem(path: Path, error: Exception, advice: str = "check the path and the space on its disk") -> RequestError:
