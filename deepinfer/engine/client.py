@@ -1,7 +1,8 @@
 """The engine from another process: generate, abort, stats.
 
-Owns the core process and the streams of those who wait for it.  Lives in one event loop; nothing here blocks it.  Whatever ends
-the core ends every wait with :class:`StepFailed` at once, and so does every later call: no token is better than a wrong one.
+Owns the streams of those who wait for the core process; the process and the way to it are :class:`deepinfer.engine.link.Link`'s.
+Lives in one event loop; nothing here blocks it.  Whatever ends the core ends every wait with :class:`StepFailed` at once, and so
+does every later call: no token is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -10,30 +11,21 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import zmq
-import zmq.asyncio
 
-import deepinfer
 from deepinfer.config import EngineArgs
 from deepinfer.engine import ipc
-from deepinfer.engine.process import command
-from deepinfer.errors import ConfigError, ContextTooLong, EngineError, RequestError, StepFailed, shown
+from deepinfer.engine.link import END_S, Link
+from deepinfer.errors import ContextTooLong, EngineError, RequestError, StepFailed, shown
 from deepinfer.metrics import Snapshot
 from deepinfer.request import (
     FinishReason,
@@ -50,14 +42,8 @@ from deepinfer.request import (
 from deepinfer.scheduler.scheduler import SchedulerStats
 
 CORE_PROGRAM: Final = (sys.executable, "-P", "-m", "deepinfer.engine.process")
-_MAX_PATH: Final = 100
-"""Bytes of a socket's path; the system allows 107."""
-_END_S: Final = 10.0
-"""What the core gets for ending after its last request; then it is killed."""
 _FOREVER_S: Final = 1e9
 """As long as a wait ever is: timers of the system take no more than some centuries."""
-_LAST_MESSAGES_MS: Final = 50
-"""How long messages may be on their way from a process that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,28 +107,24 @@ class AsyncEngineClient:
             print(output.token_id)
         await client.close()
 
+    It belongs to the event loop that started it: in another one, and in a forked child, every method but :meth:`close` raises
+    :class:`ConfigError`.  The core process ends with its client, also if that is forgotten or its loop ends.
+
     Invariant: ``_streams`` holds exactly the requests that the core may still send records for and somebody waits for.
     """
 
     def __init__(self) -> None:
         """Use :meth:`start`."""
-        self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._border = self._context.socket(zmq.DEALER)
-        self._border.set_hwm(0)
-        self._lifeline: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._burial: asyncio.Task[None] | None = None
+        self._link = Link(self._handle, self._bury)
+        weakref.finalize(self, self._link.release)
         self._numbers = itertools.count(1)
         self._streams: dict[int, _Stream] = {}
         self._open_ids: dict[str, int] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._words = b""
         self._failure: EngineError | None = None
         self._is_closing = False
-        self._ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
-        self._ended = asyncio.Event()
+        self._facts: ipc.Ready | None = None
+        self._news = asyncio.Event()  # of the start: facts or a failure
 
     @classmethod
     async def start(cls, args: EngineArgs, *, progress: bool = True, program: Sequence[str] = CORE_PROGRAM) -> AsyncEngineClient:
@@ -151,7 +133,7 @@ class AsyncEngineClient:
         Args:
             args: settings of the engine.
             progress: whether loading shows bars on stderr.
-            program: what to run as the core process; put ``numactl`` or a profiler in front.
+            program: what to run as the core process; put ``numactl`` or a profiler in front, which must stay until the core ends.
 
         Raises:
             ConfigError: settings, files or memory do not allow it.
@@ -159,8 +141,9 @@ class AsyncEngineClient:
         """
         client = cls()
         try:
-            client._spawn(args, progress=progress, program=program)
-            await client._ready
+            client._link.start(args, progress=progress, program=program)
+            await client._news.wait()
+            client._check()
         except BaseException:
             await client._end(0)
             raise
@@ -169,18 +152,18 @@ class AsyncEngineClient:
     @property
     def facts(self) -> ipc.Ready:
         """What the core said about itself when it was ready."""
-        return self._ready.result()
+        assert self._facts is not None, "start() returns when they are there"
+        return self._facts
 
     @property
     def is_alive(self) -> bool:
-        """Whether the core answers."""
-        return self._failure is None and not self._is_closing
+        """Whether the core answers; never in a forked child."""
+        return self._failure is None and not self._is_closing and not self._link.is_released and not self._link.is_forked
 
     @property
     def pid(self) -> int:
         """Of the core process."""
-        assert self._process is not None, "start() makes the process"
-        return self._process.pid
+        return self._link.pid
 
     async def generate(
         self,
@@ -209,30 +192,33 @@ class AsyncEngineClient:
             RequestError: the request cannot be served; others are not touched.
             Overloaded: the engine takes no requests now.
             StepFailed: the core process has ended.
+            ConfigError: this is another event loop than the client's, or a forked child.
         """
-        self._check_alive()
+        self._check()
         number = next(self._numbers)
         frames = _pack_request(number, request_id, prompt_token_ids, params, images, priority, salt, facts=self.facts)
         if request_id in self._open_ids:
             raise RequestError(f"request id {shown(request_id)} is in use; choose another")
-        self._border.send_multipart(frames)
+        self._link.send(None, frames)
         stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES, params.n)
         self._open_ids[request_id] = number
         num_open = params.n
-        is_done = False
         try:
-            while not is_done:
-                for record in await stream.take():
+            while num_open:
+                self._link.check_place()
+                try:
+                    records = await stream.take()
+                except EngineError:
+                    num_open = 0
+                    raise
+                for record in records:
+                    self._link.check_place()
                     num_open -= record.finished
-                    is_done = num_open == 0
                     yield record
-        except EngineError:
-            is_done = True
-            raise
         finally:
             self._forget(stream)
-            if not is_done and self.is_alive:
-                self._send(ipc.Abort(call=0, numbers=[stream.number]))
+            if num_open and self.is_alive:
+                self._link.call(self._link.send, ipc.Abort(call=0, numbers=[stream.number]))
 
     async def abort(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
         """End requests; whoever iterates over one gets a last record with the reason ``abort``.
@@ -258,102 +244,56 @@ class AsyncEngineClient:
     async def close(self, *, finish_within_s: float = 0.0) -> None:
         """Let open requests finish for at most so many seconds, abort the rest, end the process; later calls raise.
 
+        May be called from any event loop.  If the client's own does not run any more, nobody is there to take what would still
+        come, and the process ends at once.  In a forked child nothing happens: the process is its parent's.
+
         Raises:
             RequestError: ``finish_within_s`` is no number of seconds; infinity lets all of them finish.
         """
         seconds = as_number("finish_within_s", finish_within_s, 0, math.inf, "0 or a positive number of seconds")
         finish_within_s = min(seconds, _FOREVER_S)
-        if not self._is_closing and self._failure is None:
+        if self._link.is_forked:
+            return
+        if self._link.is_heard:
+            self._link.call(self._begin_closing, finish_within_s)
+        else:
             self._is_closing = True
-            self._send(ipc.Shutdown(finish_within_s=finish_within_s))
-        self._is_closing = True
-        await self._end(finish_within_s + _END_S)
+            self._link.hang_up()
+        await self._end(finish_within_s + END_S)
 
     # Starting and ending.
 
-    def _spawn(self, args: EngineArgs, *, progress: bool, program: Sequence[str]) -> None:
-        path = self._folder / "core"
-        if len(os.fsencode(path)) > _MAX_PATH:
-            raise ConfigError(f"{path} is too long for a socket; set TMPDIR to a folder with a path of at most 70 characters")
-        self._border.bind(f"ipc://{path}")
-        self._lifeline, theirs = socket.socketpair()
-        self._lifeline.setblocking(False)
-        root = str(Path(deepinfer.__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        with theirs:
-            self._process = subprocess.Popen(
-                [*program, *command(f"ipc://{path}", theirs.fileno(), args, progress=progress)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-        asyncio.get_running_loop().add_reader(self._lifeline, self._hear)
-        self._reader = asyncio.create_task(self._read(), name="deepinfer-client")
+    def _begin_closing(self, finish_within_s: float) -> None:
+        if not self._is_closing and self._failure is None:
+            self._link.send(ipc.Shutdown(finish_within_s=finish_within_s))
+        self._is_closing = True
 
     async def _end(self, seconds: float) -> None:
-        """Wait so many seconds for the process to end, kill it if it does not, and give everything back."""
-        process = self._process
-        if process is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), seconds)
-            until = time.monotonic() + (_END_S if self._ended.is_set() else 0)
-            while process.poll() is None:
-                if time.monotonic() >= until:
-                    process.kill()
-                await asyncio.sleep(0.005)
-        if self._burial is not None:
-            await self._burial
-        self._fail(StepFailed("the engine was closed"))
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-        if self._lifeline is not None and self._lifeline.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._lifeline)
-            self._lifeline.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Wait so many seconds for the process to end, kill it if it does not, and give everything back; from any loop."""
+        await self._link.wait(seconds)
+        self._link.call(self._fail, StepFailed("the engine was closed"))
+        await self._link.give_back()
 
-    def _hear(self) -> None:
-        """Something on the lifeline: last words, or its end."""
-        assert self._lifeline is not None, "it is heard only while it is there"
-        try:
-            data = self._lifeline.recv(65536)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data = b""
-        self._words += data
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._lifeline)
-            self._burial = asyncio.create_task(self._bury(), name="deepinfer-client-end")
-
-    async def _bury(self) -> None:
-        """The process has ended: take what it sent before, then fail whoever still waits."""
-        while await self._border.poll(_LAST_MESSAGES_MS):
-            await asyncio.sleep(0)
-        error = ipc.unpack_last_words(self._words)
-        if error is None:
-            assert self._process is not None, "only a process that was started can end"
-            error = StepFailed(f"the core process {_how_it_ended(self._process)}; its log may say more, start another engine")
-        self._fail(error)
-        self._ended.set()
+    def _bury(self) -> None:
+        """The process has ended, and what it sent before is here: fail whoever still waits."""
+        self._fail(self._link.error)
 
     def _fail(self, error: EngineError) -> None:
         self._failure = self._failure or error
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # whoever waits gets it; that nobody does is no fault
-        for stream in self._streams.values():
-            stream.fail(error)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+            self._news.set()
+            for stream in self._streams.values():
+                stream.fail(error)
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(error)
         self._calls.clear()
 
     # Requests.
 
-    def _check_alive(self) -> None:
+    def _check(self) -> None:
+        """Return if the core can be asked for something, here and now."""
+        self._link.check_place()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         if self._is_closing:
@@ -387,23 +327,15 @@ class AsyncEngineClient:
 
     # Messages.
 
-    def _send(self, message: ipc.Message) -> None:
-        """Send at once: the queue has no limit, and the future is done unless the core is gone, which the lifeline tells."""
-        self._border.send_multipart(ipc.pack(message))
-
     async def _call(self, kind: type[ipc.Abort] | type[ipc.AskStats], **given: Any) -> Any:  # noqa: ANN401  (the kind's answer)
-        self._check_alive()
+        self._check()
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(kind(call=number, **given))
+            self._link.send(kind(call=number, **given))
             return await answer
         finally:
             self._calls.pop(number, None)
-
-    async def _read(self) -> None:
-        while True:
-            self._handle(ipc.from_core(await self._border.recv_multipart()))
 
     def _handle(self, message: ipc.FromCore) -> None:
         match message:
@@ -419,18 +351,13 @@ class AsyncEngineClient:
                 if call is not None and not call.done():
                     call.set_result(message)
             case ipc.Ready():
-                self._ready.set_result(message)
+                self._facts = message
+                self._link.is_served_by(message.pid)
+                self._news.set()
             case ipc.Closed():
                 for number in message.aborted:
                     self._finish_aborted(number)
                 self._is_closing = True
-
-
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    if code is None:
-        return "broke off"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _pack_request(

@@ -7,7 +7,8 @@ No queue has a limit, because what can be in one has: the core sends at most ``m
 that does not read holds up nobody and costs no more memory than the outputs it asked for.
 
 Beside the socket runs the *lifeline*, a pair of connected stream sockets: when a process ends, however it ends, the other one
-reads the end of the stream at once.  The core's last words travel on it, because a thread that finds the loop stuck cannot use
+reads the end of the stream at once, unless a fork has inherited an end; so each side watches the other's process, too.  The
+core's last words travel on it, because a thread that finds the loop stuck cannot use
 the loop's socket.
 """
 
@@ -89,6 +90,7 @@ class Ready(Message, tag="ready", frozen=True):
         ignore_len: tokens from which a prompt is not looked at.
         vocab_size: token ids are below it.
         eos_token_id: ends a request that does not ignore it.
+        pid: of the core's process, which may have been started by another program.
     """
 
     max_model_len: int
@@ -97,6 +99,7 @@ class Ready(Message, tag="ready", frozen=True):
     ignore_len: int
     vocab_size: int
     eos_token_id: int
+    pid: int
 
 
 class Outputs(Message, tag="outputs", frozen=True):

@@ -65,6 +65,35 @@ _IMAGE_THREADS: Final = 2
 _NONE: Final[Mapping[int, bytes]] = {}
 
 
+class Lifeline:
+    """What tells the core that its client is there: a stream, whose other end a fork may have inherited, and a process.
+
+    Attributes:
+        fds: one of them is readable once the client is gone.
+    """
+
+    def __init__(self, stream_fd: int, client_fd: int | None, folder: Path) -> None:
+        """Of descriptors that were passed to this process, ``client_fd`` a pidfd; ``folder`` has the socket's file."""
+        self._stream = socket.socket(fileno=stream_fd)
+        self.fds = [stream_fd] + ([] if client_fd is None else [client_fd])
+        self._folder = folder
+        for fd in self.fds:
+            os.set_inheritable(fd, False)  # programs that this one starts must not keep them
+
+    def is_cut(self, seconds: float) -> bool:
+        """Whether the client goes within so many seconds."""
+        return bool(select.select(self.fds, [], [], seconds)[0])
+
+    def say(self, error: Exception) -> None:
+        """Last words."""
+        with contextlib.suppress(OSError):  # the client may be gone too
+            self._stream.sendall(ipc.pack_last_words(error))
+
+    def bury_client(self) -> None:
+        """Remove what the client would have removed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 class Watchdog:
     """Watches the time that one step takes; ends the process when that is far too long, or when nobody needs it any more.
 
@@ -72,7 +101,7 @@ class Watchdog:
     thread that needs no lock dumps the stacks and ends the process a little later; the first one keeps putting that off.
     """
 
-    def __init__(self, lifeline: socket.socket, *, warn_s: float, limit_s: float) -> None:
+    def __init__(self, lifeline: Lifeline, *, warn_s: float, limit_s: float) -> None:
         """Watch steps entered with ``with``: stacks to stderr after ``warn_s``, the end after ``limit_s``."""
         self.warn_s = warn_s
         self.limit_s = limit_s
@@ -99,11 +128,11 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
-            with contextlib.suppress(OSError, ValueError):  # the loop closes the lifeline as it ends
-                if select.select([self._lifeline], [], [], self._period_s)[0]:
-                    time.sleep(_ORPHAN_GRACE_S)
-                    if not self._stopped:
-                        os._exit(1)
+            if self._lifeline.is_cut(self._period_s):
+                time.sleep(_ORPHAN_GRACE_S)
+                if not self._stopped:
+                    self._lifeline.bury_client()
+                    os._exit(1)
             if not self._stopped:
                 self._look(time.monotonic())
 
@@ -119,7 +148,7 @@ class Watchdog:
             sentence = f"a step has not ended for {took:.1f} s, {limit}; the log has the stacks, start another engine"
             logger.critical("%s", sentence)
             faulthandler.dump_traceback(all_threads=True)
-            self._lifeline.sendall(ipc.pack_last_words(StepFailed(sentence)))
+            self._lifeline.say(StepFailed(sentence))
             os._exit(1)
         if took > self.warn_s and self._warned != since:
             self._warned = since
@@ -133,14 +162,16 @@ class CoreProcess:
     Invariant: ``_ids`` and ``_numbers`` are inverse, and name exactly the requests that the core has.
     """
 
-    def __init__(self, loaded: Loaded, args: EngineArgs, border: zmq.Socket[bytes], lifeline: socket.socket) -> None:
+    def __init__(
+        self, loaded: Loaded, args: EngineArgs, border: zmq.Socket[bytes], lifeline: Lifeline, watchdog: Watchdog
+    ) -> None:
         """Serve ``loaded`` to whoever is at the other end of ``border`` and ``lifeline``."""
         self._core = loaded.core
         self._config = loaded.config
         self._args = args
         self._border = border
         self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
-        self._watchdog = Watchdog(lifeline, warn_s=args.step_warn_s, limit_s=args.step_limit_s)
+        self._watchdog = watchdog
         self._numbers: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._preparing: dict[int, ipc.Add] = {}
@@ -150,9 +181,9 @@ class CoreProcess:
         self._wake_write.setblocking(False)
         self._deadline: float | None = None
         self._num_turns = 0
-        self._lifeline_fd = lifeline.fileno()
+        self._lifeline_fds = lifeline.fds
         self._poller = zmq.Poller()
-        for each in (border, self._lifeline_fd, self._wake_read.fileno()):
+        for each in (border, *self._lifeline_fds, self._wake_read.fileno()):
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> bool:
@@ -169,6 +200,7 @@ class CoreProcess:
                 ignore_len=self._args.ignore_len,
                 vocab_size=self._config.vocab_size,
                 eos_token_id=self._config.eos_token_id,
+                pid=os.getpid(),
             )
         )
         while self._take():
@@ -191,7 +223,8 @@ class CoreProcess:
         """Give everything back."""
         if self._image_threads is not None:
             self._image_threads.shutdown(wait=False, cancel_futures=True)
-        self._core.close()
+        with self._watchdog:  # it waits for the step in flight
+            self._core.close()
         self._watchdog.stop()
         self._wake_write.close()
         self._wake_read.close()
@@ -216,7 +249,7 @@ class CoreProcess:
         elif self._deadline is not None:
             timeout = math.ceil(1000 * max(0, self._deadline - time.monotonic())) if self._preparing else 0
         ready = dict(self._poller.poll(timeout))
-        if self._lifeline_fd in ready:
+        if any(fd in ready for fd in self._lifeline_fds):
             return False
         if self._wake_read.fileno() in ready:
             self._wake_read.recv(4096)
@@ -344,15 +377,15 @@ def _prepare(token_ids: list[int], images: Sequence[ipc.Frame], config: ModelCon
         ) from error
 
 
-def command(endpoint: str, lifeline_fd: int, args: EngineArgs, *, progress: bool) -> list[str]:
-    """Arguments that :func:`main` understands.
+def command(endpoint: str, lifeline_fd: int, client_fd: int | None, args: EngineArgs, *, progress: bool) -> list[str]:
+    """Arguments that :func:`main` understands; ``client_fd`` is a pidfd of the client's process, where there are such things.
 
     The settings go into a file beside the socket: one argument of a program has room for 128 KiB, a list of banned tokens may
     need more.
     """
     path = Path(endpoint.removeprefix("ipc://")).with_name("settings.json")
     path.write_text(json.dumps({**asdict(args), "progress": progress}), encoding="utf-8")
-    return [endpoint, str(lifeline_fd), str(path)]
+    return [endpoint, str(lifeline_fd), str(-1 if client_fd is None else client_fd), str(path)]
 
 
 def _load(args: EngineArgs, *, progress: bool) -> Loaded:
@@ -363,47 +396,43 @@ def _load(args: EngineArgs, *, progress: bool) -> Loaded:
 
 def main(arguments: Sequence[str], *, load: Load = _load) -> int:
     """Be a core process; returns the exit code: 0 after a clean end, 2 for settings, 1 for everything else."""
-    endpoint, lifeline_fd, path = arguments
+    endpoint, lifeline_fd, client_fd, path = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then shuts us down
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     faulthandler.enable()
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
     progress = settings.pop("progress")
-    with socket.socket(fileno=int(lifeline_fd)) as lifeline:
-        try:
-            args = EngineArgs.from_keywords(**settings)
-            loaded = load(args, progress=progress)
-            has_client = _serve(loaded, args, endpoint, lifeline)
-        except ConfigError as error:
-            logger.error("%s", error)
-            _say_last_words(lifeline, error)
-            return 2
-        except Exception as error:
-            logger.exception("the core process ends")
-            _say_last_words(lifeline, error)
-            logging.shutdown()
-            os._exit(1)  # a thread in the middle of a broken step may never end, and nothing here is worth waiting for
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    lifeline = Lifeline(int(lifeline_fd), int(client_fd) if int(client_fd) >= 0 else None, folder)
+    try:
+        args = EngineArgs.from_keywords(**settings)
+        watchdog = Watchdog(lifeline, warn_s=args.step_warn_s, limit_s=args.step_limit_s)  # a client may go while we load, too
+        has_client = _serve(load(args, progress=progress), args, endpoint, lifeline, watchdog)
+    except ConfigError as error:
+        logger.error("%s", error)
+        lifeline.say(error)
+        return 2
+    except Exception as error:
+        logger.exception("the core process ends")
+        lifeline.say(error)
+        logging.shutdown()
+        os._exit(1)  # a thread in the middle of a broken step may never end, and nothing here is worth waiting for
     if not has_client:
-        shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+        lifeline.bury_client()
     return 0
 
 
-def _serve(loaded: Loaded, args: EngineArgs, endpoint: str, lifeline: socket.socket) -> bool:
+def _serve(loaded: Loaded, args: EngineArgs, endpoint: str, lifeline: Lifeline, watchdog: Watchdog) -> bool:
     """Serve until told to stop; returns whether the client is still there.  The last messages are on their way afterwards."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     border = context.socket(zmq.DEALER)
     border.set_hwm(0)
     border.linger = _LINGER_MS
     border.connect(endpoint)
-    has_client = CoreProcess(loaded, args, border, lifeline).run()
+    has_client = CoreProcess(loaded, args, border, lifeline, watchdog).run()
     border.close()
     context.term()
     return has_client
-
-
-def _say_last_words(lifeline: socket.socket, error: Exception) -> None:
-    with contextlib.suppress(OSError):  # the client may be gone too
-        lifeline.sendall(ipc.pack_last_words(error))
 
 
 if __name__ == "__main__":

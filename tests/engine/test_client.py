@@ -20,8 +20,8 @@ from PIL import Image
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.config import EngineArgs
-from deepinfer.engine import client as client_module
 from deepinfer.engine import ipc
+from deepinfer.engine import link as link_module
 from deepinfer.engine import process as process_module
 from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.errors import ConfigError, ContextTooLong, Overloaded, RequestError, StepFailed
@@ -403,7 +403,7 @@ def test_a_program_that_is_no_core_is_noticed():
 def test_a_folder_too_deep_for_sockets_is_refused(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
-    monkeypatch.setattr(client_module.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(link_module.tempfile, "tempdir", str(deep))
     with pytest.raises(ConfigError, match="set TMPDIR"):
         asyncio.run(AsyncEngineClient.start(NANO, progress=False, program=FAKE))
     assert list(deep.iterdir()) == []
@@ -468,7 +468,7 @@ def test_a_clean_end_leaves_no_process_no_file_and_no_thread():
     async def test():
         before = threads()
         client = await AsyncEngineClient.start(EngineArgs(model="fake", **LIMITS), progress=False, program=FAKE)
-        pid, folder = client.pid, client._folder
+        pid, folder = client.pid, client._link._folder
         assert folder.exists()
         assert await tokens(client, "a", [1], greedy(3)) == [2, 3, 4]
         await client.close()
@@ -488,7 +488,7 @@ def test_the_core_dies_with_its_client(tmp_path):
 
         async def main():
             client = await AsyncEngineClient.start(EngineArgs(model="fake"), progress=False, program={FAKE!r})
-            print(client.pid, client._folder, flush=True)
+            print(client.pid, client._link._folder, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
         asyncio.run(main())

@@ -280,8 +280,7 @@ def test_streams_and_batches_in_between_get_their_own_records(llm):
 
 
 def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
-    expected = token_ids(llm, PROMPTS, greedy())
-
+    expected = token_ids(llm, PROMPTS[:2], greedy())
     is_inside = False
 
     def ring(*_):
@@ -292,7 +291,7 @@ def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
         nonlocal is_inside
         is_inside = True
         try:
-            token_ids(llm, PROMPTS * 2, greedy(max_tokens=400))
+            token_ids(llm, PROMPTS, greedy(max_tokens=400))
         finally:
             is_inside = False
 
@@ -300,12 +299,12 @@ def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
     streamed = [next(stream).token_id]
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        for milliseconds in (1, 20, 100):
+        for milliseconds in (1, 60):
             signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000, 0.001)  # and again while it cleans up
             with pytest.raises(KeyboardInterrupt):
                 interrupted()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            assert token_ids(llm, PROMPTS, greedy()) == expected
+            assert token_ids(llm, PROMPTS[:2], greedy()) == expected
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -314,7 +313,7 @@ def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
 
 
 def test_threads_share_a_model(llm):
-    params = [greedy(max_tokens=count) for count in (9, 3, 5)]
+    params = [greedy(max_tokens=count) for count in (4, 2, 3)]
     expected = token_ids(llm, PROMPTS, params)
     with ThreadPoolExecutor(6) as threads:
         alone = [threads.submit(token_ids, llm, [prompt], each) for prompt, each in zip(PROMPTS, params, strict=True)]
