@@ -20,6 +20,7 @@ from deepinfer.config import EngineArgs
 from deepinfer.engine import llm as llm_module
 from deepinfer.engine.llm import LLM
 from deepinfer.engine.llm_engine import LLMEngine
+from deepinfer.executor.executor import Executor
 from tests.engine.fake_core import FakeCore
 from tests.engine.scenes import play
 
@@ -39,6 +40,7 @@ class StrictCore(FakeCore):
     def __init__(self, args, step_s=0.0005):
         super().__init__(args)
         self.step_s, self.breaks_at = step_s, None
+        self._executor = Executor(object)  # steps and ends of requests need its thread, as those of a real core do
         self.trespasses, self.num_idle_steps, self.is_closed, self._is_busy = 0, 0, False, False
 
     def _alone(self, call, *given):
@@ -52,6 +54,7 @@ class StrictCore(FakeCore):
         self._alone(lambda: (time.sleep(self.step_s), FakeCore.add(self, request, pictures)))
 
     def abort(self, request_ids):
+        self._executor.call(list)
         return self._alone(FakeCore.abort, self, request_ids)
 
     def stats(self):
@@ -60,7 +63,7 @@ class StrictCore(FakeCore):
     def step(self):
         def step():
             self.num_idle_steps += self.is_idle
-            time.sleep(self.step_s)
+            self._executor.call(lambda: time.sleep(self.step_s))
             if self.num_steps == self.breaks_at:
                 raise ZeroDivisionError("the step was asked to")
             return FakeCore.step(self)
@@ -68,7 +71,7 @@ class StrictCore(FakeCore):
         return self._alone(step)
 
     def close(self):
-        self._alone(time.sleep, 0.001)
+        self._alone(self._executor.close)
         self.is_closed = True
 
 

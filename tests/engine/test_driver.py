@@ -263,7 +263,7 @@ def test_a_model_that_is_garbage_takes_its_threads_along():
     generate(llm, 5)
     stream = llm.stream("5", params(100))
     next(stream)
-    assert len(threads_of_engines() - before) == 2
+    assert len(threads_of_engines() - before) == 4
     ends = [weakref.ref(each) for each in (llm, engine)]
     del llm, engine, stream
     gc.collect()
