@@ -347,7 +347,7 @@ class KVManager:
 
     # Holding
 
-    def admit(self, chain: PageChain, hit: Hit, num_tokens: int) -> Holding | None:
+    def admit(self, chain: PageChain, hit: Hit, num_tokens: int, *, num_reserved_pages: int = 0) -> Holding | None:
         """Give a request the pages of ``hit``, further ones for ``num_tokens`` in all, and a slot.
 
         The saved state of a hit stays until :meth:`restored`.  If its slot is the only one to be had, it becomes the request's
@@ -357,6 +357,7 @@ class KVManager:
             chain: the one that the hit was planned with.
             hit: from :meth:`plan_hit`, with nothing changed since.
             num_tokens: at least those of the hit.
+            num_reserved_pages: pages that must be left for others.
 
         Returns:
             None if there is no room; then nothing has changed.
@@ -367,7 +368,7 @@ class KVManager:
         shared = self.index.pages(chain.keys[:num_shared])
         count = self.layout.pages_for(num_tokens) - num_shared
         num_idle = sum(self._pages.counts[page] == 0 for page in shared)
-        if count > self._pages.num_available - num_idle or not self._slots.num_available:
+        if count > self._pages.num_available - num_idle - num_reserved_pages or not self._slots.num_available:
             return None
         state = None
         if hit.saved_slot is not None:

@@ -4,6 +4,11 @@
 the head gets in as soon as running requests leave it room, and a preempted request has its old place.  So within a priority
 nobody waits for ever; a lower priority waits as long as higher ones keep coming.
 
+A *branch* has a place in this order too.  It waits for its parent, not in the queue.  Once its parent is planned as far as the
+branch needs, the branch reserves a seat, a slot and its pages: nobody who comes after it is admitted to them.  A branch may start
+before the head of the queue, because it needs little beside what its parent holds.  That happens to one head ``max_num_seqs``
+times at most.
+
 *Service* within a step: tokens that continue an answer go before prompts.  Where the budget cannot serve every answer, those of
 higher priority come first, then the shortest, then the oldest.  The shortest that is served does not stay the shortest, so all
 advance; and prompts, which would bring new short answers, do not advance meanwhile.  Every answer is bounded, so prompts go on
@@ -24,7 +29,8 @@ from itertools import pairwise
 from deepinfer.scheduler.row import Row
 
 
-def _place(row: Row) -> tuple[int, int]:
+def place(row: Row) -> tuple[int, int]:
+    """Place in the order of admission."""
     return (-row.request.priority, row.arrival)
 
 
@@ -53,23 +59,23 @@ class Queue:
 
     def push(self, row: Row) -> None:
         """Add a row at its place."""
-        insort(self._rows, row, key=_place)
+        insort(self._rows, row, key=place)
 
     def remove(self, row: Row) -> None:
         """Take a row out."""
-        at = bisect_left(self._rows, _place(row), key=_place)
+        at = bisect_left(self._rows, place(row), key=place)
         assert self._rows[at] is row, "the row waits"
         del self._rows[at]
 
     def check(self) -> None:
         """Assert the invariant."""
-        places = [_place(row) for row in self._rows]
+        places = [place(row) for row in self._rows]
         assert all(a < b for a, b in pairwise(places)), "the queue is sorted and holds nobody twice"
 
 
 def in_order_of_admission(rows: Iterable[Row]) -> list[Row]:
     """Rows as the queue would have them."""
-    return sorted(rows, key=_place)
+    return sorted(rows, key=place)
 
 
 def in_order_of_service(rows: Iterable[Row]) -> list[Row]:
@@ -80,3 +86,31 @@ def in_order_of_service(rows: Iterable[Row]) -> list[Row]:
 def victim(rows: Iterable[Row]) -> Row:
     """The row to preempt."""
     return max(rows, key=lambda row: row.order)
+
+
+def parent_of(row: Row) -> Row:
+    """The row that a branch waits for."""
+    assert row.parent is not None, "a branch has a parent"
+    return row.parent[0]
+
+
+def num_needed_tokens(row: Row) -> int:
+    """Tokens that the parent of a branch must have computed."""
+    return min(row.num_tokens - 1, parent_of(row).num_prefill_tokens)
+
+
+def is_due(row: Row) -> bool:
+    """Whether a branch can start as soon as there is room and nothing of its parent is in flight."""
+    parent = parent_of(row)
+    return row.is_schedulable and parent.holding is not None and parent.num_planned_tokens >= num_needed_tokens(row)
+
+
+def is_lost(row: Row) -> bool:
+    """Whether a branch does better in the queue: its parent is gone, paused before it is far enough, or comes after it."""
+    assert row.parent is not None, "a branch has a parent"
+    parent, generation = row.parent
+    if parent.generation != generation:
+        return True
+    if parent.holding is None:
+        return not parent.is_schedulable or place(parent) > place(row)
+    return row.is_schedulable and not parent.is_schedulable and not is_due(row)

@@ -50,6 +50,7 @@ class Row:
         chain: keys of its pages.
         is_schedulable: whether its inputs are ready.
         is_resumed: whether it was preempted before.
+        num_overtaken: branches that passed it while it was the head of the queue.
         parent: the row it shall branch from, and that row's generation, or None.
         generation: goes up whenever what is in flight becomes void.
         holding: pages and slot, or None while it does not run.
@@ -94,6 +95,7 @@ class Row:
         "num_drafts_in_flight",
         "num_images_planned",
         "num_in_flight",
+        "num_overtaken",
         "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -145,6 +147,7 @@ class Row:
         self.parent: tuple[Row, int] | None = None
         self.generation = 0
         self.num_cached_tokens = 0
+        self.num_overtaken = 0
         self.slot = 0
         self.vacate()
 

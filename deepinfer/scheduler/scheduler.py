@@ -180,8 +180,9 @@ class Scheduler:
         """Queue a request that continues an unfinished one, sharing what is computed of it.
 
         Its prompt is the first tokens of the other one, and any tokens behind them.  It starts when these are computed, as soon
-        as nothing of the other request is in flight, whatever waits in the queue.  If the other one ends or is preempted before,
-        or is already more than the few tokens further that a state can be rolled back, the new request is admitted like others.
+        as nothing of the other request is in flight, before what waits in the queue.  If the other one ends, is preempted or is
+        paused before, or is already more than the few tokens further that a state can be rolled back, the new request is admitted
+        like others.
 
         With bounded decoder replay, tokens that the other request ran through the decoder half keep its decoder floor.
 
@@ -470,7 +471,9 @@ class Scheduler:
     def _admit(self, making: PlanBuilder) -> None:
         limits, kv = self.limits, self.kv
         while (row := self._waiting.head) is not None:
-            if making.budget == 0 or len(self._running) >= limits.max_num_seqs or not kv.num_free_slots:
+            num_seats, num_pages = self._reserved(row) if self._branches else (0, 0)
+            is_full = len(self._running) + num_seats >= limits.max_num_seqs or kv.num_free_slots <= num_seats
+            if making.budget == 0 or is_full:
                 return
             row.extend_chain(row.num_tokens)
             self._set_prefill(row)
@@ -483,7 +486,8 @@ class Scheduler:
                 return
             # A resumed answer gets its next token from a round; without room for that it would be preempted again for nothing.
             is_answer = row.num_prefill_tokens < row.num_tokens
-            holding = kv.admit(row.chain, hit, row.num_tokens + (self._cap(row) if is_answer else 0))
+            num_tokens = row.num_tokens + (self._cap(row) if is_answer else 0)
+            holding = kv.admit(row.chain, hit, num_tokens, num_reserved_pages=num_pages)
             if holding is None:
                 return
             self._waiting.remove(row)
@@ -519,27 +523,44 @@ class Scheduler:
         self._plan_chunk(making, row, count, is_first=True)
 
     def _plan_branches(self, making: PlanBuilder) -> None:
-        kv = self.kv
+        """Start the branches that can start; those that are due and cannot yet keep what they need from later ones."""
+        kv, due = self.kv, []
         for row in list(self._branches.values()):
-            assert row.parent is not None, "a branch has a parent"
-            parent, generation = row.parent
-            if parent.generation != generation:
+            if policy.is_lost(row):
                 self._unbranch(row)
-                continue
-            if not row.is_schedulable or parent.holding is None:
-                continue
-            if parent.num_computed_tokens < min(row.num_tokens - 1, parent.num_prefill_tokens):
-                continue
-            start = min(parent.num_computed_tokens, row.num_tokens - 1)
-            num_pages = kv.layout.pages_for(row.num_tokens) - start // self._page_tokens
-            if len(self._running) >= self.limits.max_num_seqs or not kv.num_free_slots or num_pages > kv.num_free_pages:
-                continue
-            if parent.num_in_flight:
-                making.held.add(parent)
-            elif self._can_branch(row, parent, start):
-                self._branch(making, row, parent, start)
-            else:
-                self._unbranch(row)
+            elif policy.is_due(row):
+                due.append(row)
+        num_waiting = num_reserved_pages = 0
+        for row in policy.in_order_of_admission(due):
+            parent, num_pages = policy.parent_of(row), self._num_branch_pages(row)
+            has_room = len(self._running) + num_waiting < self.limits.max_num_seqs and kv.num_free_slots > num_waiting
+            has_room = has_room and num_reserved_pages + num_pages <= kv.num_free_pages and self._may_pass(row)
+            if has_room and parent.num_computed_tokens >= policy.num_needed_tokens(row):
+                start = min(parent.num_computed_tokens, row.num_tokens - 1)
+                if parent.num_in_flight:
+                    making.held.add(parent)
+                elif not self._can_branch(row, parent, start):
+                    self._unbranch(row)
+                    continue
+                elif self._branch(making, row, parent, start):
+                    continue
+            num_waiting += 1
+            num_reserved_pages += num_pages
+
+    def _num_branch_pages(self, row: Row) -> int:
+        """Pages that a branch needs beside those that it shares."""
+        shared = min(policy.parent_of(row).num_computed_tokens, row.num_tokens - 1) // self._page_tokens
+        return self.kv.layout.pages_for(row.num_tokens) - shared
+
+    def _may_pass(self, row: Row) -> bool:
+        """Whether a branch may start before the head of the queue."""
+        head = self._waiting.head
+        return head is None or policy.place(head) > policy.place(row) or head.num_overtaken < self.limits.max_num_seqs
+
+    def _reserved(self, row: Row) -> tuple[int, int]:
+        """Seats, which are slots too, and pages that are kept for branches that come before ``row``."""
+        due = [each for each in self._branches.values() if policy.is_due(each) and policy.place(each) < policy.place(row)]
+        return len(due), sum(self._num_branch_pages(each) for each in due)
 
     def _unbranch(self, row: Row) -> None:
         """Make a branch wait like any other request."""
@@ -555,21 +576,25 @@ class Scheduler:
             return False
         return bool((row.token_ids[:start] == parent.token_ids[:start]).all())
 
-    def _branch(self, making: PlanBuilder, row: Row, parent: Row, start: int) -> None:
+    def _branch(self, making: PlanBuilder, row: Row, parent: Row, start: int) -> bool:
+        """Start a branch, if this step has tokens for it."""
         self._set_prefill(row)
         count = self._num_prefill(making, row, start)
         if not count:
-            return
+            return False
         assert parent.holding is not None, "a row that others branch from runs"
         forked = self.kv.fork(parent.holding, start)
         if forked is None:
-            return
+            return False
         holding, copies = forked
         if not self.kv.grow(holding, row.num_tokens):
             self.kv.release(holding)
-            return
+            return False
         row.parent = None
         del self._branches[row.request.request_id]
+        head = self._waiting.head
+        if head is not None and policy.place(head) < policy.place(row):
+            head.num_overtaken += 1
         making.page_copies += copies
         making.held.add(row)
         making.started.add(row)
@@ -577,6 +602,7 @@ class Scheduler:
         if start > row.decoder_floor:  # the decoder half ran over tokens before it, with the parent's floor
             row.decoder_floor = parent.decoder_floor
         self._start(making, row, holding, start, count)
+        return True
 
     def _plan_chunk(self, making: PlanBuilder, row: Row, count: int, *, is_first: bool = False) -> None:
         """Add the next ``count`` tokens of a row to the plan."""
