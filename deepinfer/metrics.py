@@ -57,8 +57,8 @@ def _histogram(unit: str, text: str, bounds: tuple[float, ...]) -> Quantity:
 
 QUANTITIES: Final[Mapping[str, Quantity]] = {
     # What is now.
-    "num_requests_running": _gauge("requests", "Requests that hold a state slot."),
-    "num_requests_waiting": _gauge("requests", "Requests that wait for room."),
+    "num_requests_running": _gauge("requests", "Answers that hold a state slot; a request has n."),
+    "num_requests_waiting": _gauge("requests", "Answers that wait for room or for their inputs."),
     "kv_cache_usage_perc": _gauge("share", "Pages held by requests, 0 to 1."),
     "state_slot_usage_perc": _gauge("share", "State slots held by requests, 0 to 1."),
     # Steps.
@@ -67,12 +67,12 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "computed_tokens": _counter("tokens", "Rows of all steps: prompt, output, replayed and computed again."),
     "padding_rows": _counter("rows", "Rows of nobody, so that a captured graph fits."),
     "iteration_tokens_total": _histogram("tokens", "Tokens that one step brought.", _TOKENS),
-    "num_preemptions": _counter("requests", "Requests that lost their pages and were computed again."),
+    "num_preemptions": _counter("times", "Times that an answer lost its pages, to be computed again or ended."),
     # Tokens.
     "prompt_tokens": _counter("tokens", "Prompt tokens of requests that got their first token."),
     "generation_tokens": _counter("tokens", "Tokens generated."),
-    "prefix_cache_queries": _counter("tokens", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": _counter("tokens", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_queries": _counter("tokens", "Prompt tokens looked up in the prefix cache, once each."),
+    "prefix_cache_hits": _counter("tokens", "Of the tokens looked up, those found."),
     "replayed_tokens": _counter("tokens", "Tokens computed again to rebuild windows after a hit."),
     # Speculation.
     "spec_decode_num_drafts": _counter("rounds", "Rounds of a request that could verify drafts."),
@@ -82,14 +82,16 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "spec_decode_num_accepted_tokens_per_pos": _counter("tokens", "Drafts accepted, by place in the round from 0.", "position"),
     "spec_decode_verified_drafts": _histogram("tokens", "Drafts that one step verified.", _TOKENS),
     # Requests.
-    "request_success": _counter("requests", "Requests that ended.", "finished_reason"),
+    "request_success": _counter("requests", "Requests that ended, by the reason of their last answer.", "finished_reason"),
     "admission_rejections": _counter("requests", "Requests refused as they came.", "reason"),
-    "time_to_first_token_seconds": _histogram("seconds", "From arrival to the first token.", _SECONDS),
-    "inter_token_latency_seconds": _histogram("seconds", "Between two tokens of a request.", _SECONDS),
-    "request_time_per_output_token_seconds": _histogram("seconds", "Mean time between tokens of an ended request.", _SECONDS),
-    "e2e_request_latency_seconds": _histogram("seconds", "From arrival to the end.", _SECONDS),
+    "time_to_first_token_seconds": _histogram(
+        "seconds", "From arrival to the first token of any answer, once a request.", _SECONDS
+    ),
+    "inter_token_latency_seconds": _histogram("seconds", "Between two tokens of an answer.", _SECONDS),
+    "request_time_per_output_token_seconds": _histogram("seconds", "Mean time between tokens of an ended answer.", _SECONDS),
+    "e2e_request_latency_seconds": _histogram("seconds", "From arrival to the end of an answer.", _SECONDS),
     "request_prompt_tokens": _histogram("tokens", "Prompt of an ended request.", _TOKENS),
-    "request_generation_tokens": _histogram("tokens", "Output of an ended request.", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "Output of an ended request, all answers together.", _TOKENS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens of a request that came in.", _TOKENS),
 }
 """Every quantity by its name without prefix."""

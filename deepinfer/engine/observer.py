@@ -46,7 +46,8 @@ class _Window:
     busy_s: float = 0.0
     output_tokens: int = 0
     aborted: int = 0
-    first_tokens: int = 0
+    first_tokens: int = 0  # of requests
+    prompt_ends: int = 0  # rows of prompts that brought a token, one for each answer
     first_token_s: float = 0.0
 
 
@@ -101,6 +102,7 @@ class Observer:
                     latencies[now - last] += 1
                 else:
                     life.firsts[output.sample_idx] = now
+                    window.prompt_ends += 1
                     if life.first is None:
                         self._first_token(life, now)
                 life.lasts[output.sample_idx] = now
@@ -139,11 +141,11 @@ class Observer:
         first = life.firsts.get(output.sample_idx)
         if first is not None and output.num_output_tokens > 1:
             metrics.observe("request_time_per_output_token_seconds", (now - first) / (output.num_output_tokens - 1))
+        metrics.observe("e2e_request_latency_seconds", now - life.arrived)
         if life.num_open:
             return
         del self._lives[output.request_id]
         metrics.add("request_success", label=output.finish_reason or "")
-        metrics.observe("e2e_request_latency_seconds", now - life.arrived)
         metrics.observe("request_prompt_tokens", life.num_prompt)
         metrics.observe("request_generation_tokens", life.num_output)
 
@@ -181,7 +183,7 @@ class Observer:
             "pages %.1f %%, slots %.1f %%, hit rate %.1f %%; first token after %.2f s; preempted %d, aborted %d%s",
             stats.num_steps,
             window.steps / window.busy_s,
-            (rows - tokens + window.first_tokens) / window.busy_s,
+            (rows - tokens + window.prompt_ends) / window.busy_s,
             window.output_tokens / window.busy_s,
             stats.num_running,
             stats.num_waiting,

@@ -58,9 +58,9 @@ class CacheCounts:
     Attributes:
         num_admitted: requests admitted, each time they were.
         num_state_hits, num_replay_hits: how many of them had a hit.
-        num_asked_tokens: tokens of their chains.
+        num_asked_tokens: tokens of the chains of those that count as queries.
         num_hit_tokens: of these, in shared pages.
-        num_replayed_tokens: of the hit tokens, computed again to rebuild the state.
+        num_replayed_tokens: tokens in shared pages that any of them computed again to rebuild the state.
         num_evicted_pages, num_evicted_states: given up for room.
     """
 
@@ -347,7 +347,9 @@ class KVManager:
 
     # Holding
 
-    def admit(self, chain: PageChain, hit: Hit, num_tokens: int, *, num_reserved_pages: int = 0) -> Holding | None:
+    def admit(
+        self, chain: PageChain, hit: Hit, num_tokens: int, *, num_reserved_pages: int = 0, is_query: bool = True
+    ) -> Holding | None:
         """Give a request the pages of ``hit``, further ones for ``num_tokens`` in all, and a slot.
 
         The saved state of a hit stays until :meth:`restored`.  If its slot is the only one to be had, it becomes the request's
@@ -358,6 +360,7 @@ class KVManager:
             hit: from :meth:`plan_hit`, with nothing changed since.
             num_tokens: at least those of the hit.
             num_reserved_pages: pages that must be left for others.
+            is_query: whether its tokens and its hit are counted; False if it was not looked up, or is resumed.
 
         Returns:
             None if there is no room; then nothing has changed.
@@ -395,7 +398,7 @@ class KVManager:
         if state is not None and not takes_over:
             holding.restore_from = state.slot
         self._holdings.add(holding)
-        self._count_admission(hit, chain.num_tokens)
+        self._count_admission(hit, chain.num_tokens if is_query and self._is_caching else 0)
         return holding
 
     def grow(self, holding: Holding, num_tokens: int) -> bool:
@@ -671,7 +674,7 @@ class KVManager:
             num_state_hits=before.num_state_hits + (hit.kind == "state"),
             num_replay_hits=before.num_replay_hits + (hit.kind == "replay"),
             num_asked_tokens=before.num_asked_tokens + num_asked,
-            num_hit_tokens=before.num_hit_tokens + hit.num_tokens,
+            num_hit_tokens=before.num_hit_tokens + (hit.num_tokens if num_asked else 0),
             num_replayed_tokens=before.num_replayed_tokens + hit.num_tokens - hit.start,
         )
 

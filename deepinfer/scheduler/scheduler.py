@@ -75,8 +75,9 @@ class SchedulerStats:
         num_output_tokens: committed.
         num_rounds: committed rounds that could have verified drafts.
         num_verified_drafts, num_accepted_drafts: [num_drafts] rounds that verified, and accepted, a draft at each position.
-        num_asked_tokens, num_hit_tokens, num_replayed_tokens: tokens of all admissions; of these, found in the prefix cache; of
-            these, computed again to rebuild state.
+        num_asked_tokens: tokens of the requests that were looked up in the prefix cache, once each.
+        num_hit_tokens: of these, found there.
+        num_replayed_tokens: tokens that were found, at whatever admission, and computed again to rebuild state.
         num_preempted: times that a request lost its memory.
         num_finished: reason -> requests that ended for it.
     """
@@ -477,8 +478,8 @@ class Scheduler:
                 return
             row.extend_chain(row.num_tokens)
             self._set_prefill(row)
-            hit = NO_HIT
-            if not row.wants_prompt_logprobs:
+            hit, is_looked_up = NO_HIT, not row.wants_prompt_logprobs
+            if is_looked_up:
                 floor = self._decoder_floor(row)
                 hit = kv.plan_hit(row.chain, row.num_prefill_tokens, exact=row.is_resumed, decoder_floor=floor)
             count = self._num_prefill(making, row, hit.start)
@@ -487,7 +488,8 @@ class Scheduler:
             # A resumed answer gets its next token from a round; without room for that it would be preempted again for nothing.
             is_answer = row.num_prefill_tokens < row.num_tokens
             num_tokens = row.num_tokens + (self._cap(row) if is_answer else 0)
-            holding = kv.admit(row.chain, hit, num_tokens, num_reserved_pages=num_pages)
+            is_query = is_looked_up and not row.is_resumed
+            holding = kv.admit(row.chain, hit, num_tokens, num_reserved_pages=num_pages, is_query=is_query)
             if holding is None:
                 return
             self._waiting.remove(row)

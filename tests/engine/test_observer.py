@@ -7,7 +7,7 @@ import pytest
 from deepinfer.engine.observer import Observer
 from deepinfer.executor.graphs import Tiers
 from deepinfer.metrics import exposition
-from deepinfer.request import Request, RequestOutput, SamplingParams
+from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from tests.engine.fake_core import FakeCore
 from tests.engine.harness import build, drain, request
 
@@ -63,6 +63,44 @@ def test_verified_drafts_are_summed_over_a_step():
     counted = observer.snapshot()
     assert (sum(counted.counts["spec_decode_verified_drafts"]), counted.sums["spec_decode_verified_drafts"]) == (1, 5)
     assert counted.values["generation_tokens"][""] == 5
+
+
+def test_of_several_answers_one_brings_the_first_token_and_each_has_its_latencies():
+    observer = Observer(Stats(), log_every=None)
+    observer.arrived(Request(request_id="a", prompt_token_ids=(0,) * 5, params=SamplingParams(n=3)), 0.0)
+
+    def told(sample_idx, number, finished=False):
+        each = output("a", number, sample_idx=sample_idx)
+        return replace(each, finished=finished, finish_reason=FinishReason.LENGTH if finished else None)
+
+    for now, outputs in (
+        (1.0, [told(0, 1)]),
+        (3.0, [told(0, 2), told(1, 1), told(2, 1)]),
+        (7.0, [told(0, 3, True), told(1, 2)]),
+        (15.0, [told(1, 3, True), told(2, 2), told(2, 3), told(2, 4, True)]),
+    ):
+        observer.stepped(outputs, 0.1, now)
+    seen = observer.snapshot()
+    counts = {name: sum(each) for name, each in seen.counts.items()}
+    assert (counts["time_to_first_token_seconds"], seen.sums["time_to_first_token_seconds"]) == (1, 1.0)
+    assert (seen.values["prompt_tokens"][""], seen.values["generation_tokens"][""]) == (5, 10)
+    assert (counts["inter_token_latency_seconds"], seen.sums["inter_token_latency_seconds"]) == (7, 2 + 4 + 4 + 8 + 12)
+    assert (counts["e2e_request_latency_seconds"], seen.sums["e2e_request_latency_seconds"]) == (3, 7 + 15 + 15)
+    assert counts["request_time_per_output_token_seconds"] == 3
+    assert seen.sums["request_time_per_output_token_seconds"] == 6 / 2 + 12 / 2 + 12 / 3
+    assert seen.values["request_success"] == {"length": 1}
+    for name, total in (("request_prompt_tokens", 5), ("request_generation_tokens", 10)):
+        assert (counts[name], seen.sums[name]) == (1, total)
+
+
+def test_the_rate_of_prompt_tokens_counts_the_last_row_of_every_answer(caplog):
+    caplog.set_level("INFO")
+    stats = Stats()
+    observer = Observer(stats, log_every=1)
+    observer.arrived(Request(request_id="a", prompt_token_ids=(0,) * 5, params=SamplingParams(n=3)), 0.0)
+    stats.now = replace(stats.now, num_computed_tokens=stats.now.num_computed_tokens + 7, num_output_tokens=3)
+    observer.stepped([output("a", 1, sample_idx=each) for each in range(3)], 0.5, 1.0)
+    assert "14 prompt tokens/s, 6 output tokens/s" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize(("tiers", "padding"), [(None, 0), (Tiers(), 1), (Tiers(rows=1, requests=1), 0)])

@@ -412,6 +412,40 @@ def test_tokens_that_were_not_computed_are_reported():
     assert (stats.num_hit_tokens, stats.num_replayed_tokens) == (hit, WINDOW)
 
 
+def queries(world):
+    stats = world.scheduler.stats()
+    assert stats.num_hit_tokens <= stats.num_asked_tokens
+    return stats.num_asked_tokens, stats.num_hit_tokens
+
+
+def test_only_what_is_looked_up_is_a_query():
+    world = World(num_slots=9, max_num_batched_tokens=60)
+    world.add("a", words(40), 1)
+    world.drain()
+    assert queries(world) == (40, 0)
+    world.add("asks for log-probabilities", words(40), 1, prompt_logprobs=True)
+    world.drain()
+    assert queries(world) == (40, 0), "its prompt is computed, found or not"
+    world.add("b", words(40), 3, ignore_eos=True)
+    world.add("answer 1 of b", words(40), 3, ignore_eos=True, parent="b")
+    world.drain()
+    assert queries(world) == (80, (40 - MARGIN) // PAGE * PAGE), "a branch is not looked up"
+    off = World(kv={"enable_prefix_cache": False})
+    off.add("a", words(40), 1)
+    off.drain()
+    assert queries(off) == (0, 0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_resumed_request_is_no_second_query(is_async):
+    world = World(num_pages=22, is_async=is_async, num_slots=9)
+    for number in range(4):
+        world.add(str(number), [WORD] * (20 + number), 40, ignore_eos=True)
+    world.drain()
+    assert world.scheduler.stats().num_preempted >= 2
+    assert queries(world)[0] == sum(20 + number for number in range(4))
+
+
 @pytest.mark.parametrize("given", [{"salt": b"other"}, {"images": {3: b"other"}}])
 def test_other_tenants_and_other_pictures_share_nothing(given):
     prompt = [*words(3), IMAGE, *words(30, first=50)]
