@@ -473,11 +473,7 @@ class Request:
         """Check every value and keep it as a plain one; what depends on the engine is the scheduler's to check."""
         put = object.__setattr__
         put(self, "request_id", as_text("request_id", self.request_id))
-        if not self.request_id:
-            raise RequestError("the request id is empty; choose another")
         put(self, "prompt_token_ids", tuple(as_whole_numbers("prompt_token_ids", self.prompt_token_ids, things="token ids")))
-        if not self.prompt_token_ids:
-            raise RequestError("the prompt is empty; give at least one token")
         if not isinstance(self.params, SamplingParams):
             raise RequestError(
                 f"sampling parameters of type {type(self.params).__name__} were given; make SamplingParams of them"

@@ -409,6 +409,8 @@ def _pack_ids(given: Any, facts: ipc.Ready) -> bytes:  # noqa: ANN401  (whatever
         raise ContextTooLong(
             f"prompt of {len(given)} tokens leaves no room for output in {limit}; shorten the prompt or raise it"
         )
+    if len(given) == 0:
+        raise RequestError("the prompt is empty; give at least one token")
     try:
         return ipc.pack_ids(given)
     except ValueError as error:

@@ -85,6 +85,8 @@ class EngineCore:
             )
         request = request.with_seed()
         parts = self._samples.split(request)
+        if not request.request_id:
+            raise RequestError("the request id is empty; choose another")
         if self.is_unfinished(request.request_id):
             raise RequestError(f"request id {shown(request.request_id)} is in use; choose another")
         entered: list[str] = []

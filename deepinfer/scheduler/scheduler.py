@@ -168,7 +168,7 @@ class Scheduler:
             is_schedulable: False makes it wait for :meth:`set_schedulable`.
 
         Raises:
-            RequestError: an id already in use, checkpoints that are none, or a need that can never be met.
+            RequestError: empty prompt or id, an id already in use, checkpoints that are none, or a need that can never be met.
             ContextTooLong: the prompt leaves no room for a token, or does not fit into a step and may not be cut.
         """
         self._check_request(request)
@@ -270,6 +270,10 @@ class Scheduler:
 
     def _check_request(self, request: Request) -> None:
         num_prompt, limits = len(request.prompt_token_ids), self.limits
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if not request.request_id:
+            raise RequestError("the request id is empty; choose another")
         if request.request_id in self._rows:
             raise RequestError(f"request id {shown(request.request_id)} is in use; choose another")
         if num_prompt >= limits.max_model_len:
