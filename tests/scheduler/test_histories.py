@@ -20,10 +20,10 @@ class History:
         self.rng = rng = random.Random(seed)
         self.stems = [[rng.choice([WORD, 7, 9, IMAGE]) for _ in range(50)] for _ in range(3)]
         self.num_checks = 0
-        max_num_seqs = rng.choice([1, 2, 3, 5])
+        max_num_seqs = rng.choice([1, 2, 3, 5, 5])
         settings = {
             "is_async": rng.random() < 0.6,
-            "num_pages": rng.choice([20, 24, 30, 60]),
+            "num_pages": rng.choice([19, 19, 20, 22, 26, 60]),  # the longest request needs 18
             "num_slots": max_num_seqs + rng.choice([1, 2, 4, 8]),
             "replay": rng.choice([WINDOW, 2 * WINDOW]),
             "max_num_seqs": max_num_seqs,
@@ -80,14 +80,21 @@ class History:
         world.add(
             name,
             prompt,
-            rng.randint(1, 14),
+            rng.choice([rng.randint(1, 14), rng.randint(14, 40)]),
             ignore_eos=rng.random() < 0.5,
             priority=rng.choice([0, 0, 0, 1]),
             salt=salt,
             images={at: bytes([1, stem]) for at, token_id in enumerate(prompt) if token_id == IMAGE},
             checkpoints=tuple(at for at in range(PAGE, len(prompt) + 1, PAGE) if rng.random() < 0.1),
             is_schedulable=rng.random() < 0.9,
+            **self.asked(),
         )
+
+    def asked(self):
+        """What some requests ask of the planning half beside their tokens; a bounded decoder half has no logits of prompts."""
+        rng, has_logits = self.rng, not self.world.limits.decoder_keep_tokens
+        penalty = {"presence_penalty": 0.5} if rng.random() < 0.2 else {}
+        return penalty | ({"prompt_logprobs": True} if has_logits and rng.random() < 0.1 else {})
 
     def fork(self):
         world, rng = self.world, self.rng
@@ -104,12 +111,13 @@ class History:
         world.add(
             name,
             prompt,
-            rng.randint(1, 14),
+            rng.choice([rng.randint(1, 14), rng.randint(14, 40)]),
             parent=parent,
             ignore_eos=rng.random() < 0.5,
             salt=world.requests[parent].salt,
             images=images,
             is_schedulable=rng.random() < 0.9,
+            **self.asked(),
         )
 
     def abort(self):
@@ -135,9 +143,11 @@ def test_any_history_keeps_every_promise(part):
         seen += Counter({"accepted": num_accepted, "rejected": sum(stats.num_verified_drafts) - num_accepted})
         seen += Counter({"saved by rounds": world.num_saved, "unsaved": world.num_unsaved, "cut inside a round": world.num_cut})
         seen += Counter({"preempted": stats.num_preempted, "restarted": world.num_restarts, "branched": world.num_branched})
+        seen += Counter({"restarted prompt": world.num_restarted_prompts, "preempting": int(stats.num_preempted > 0)})
         seen += Counter({"state": counts.num_state_hits, "replay": counts.num_replay_hits})
-    assert len(seen) == 10
-    tame = {what for what, count in seen.items() if count < (5 if what == "cut inside a round" else 20)}
+    assert len(seen) == 12
+    least = {"cut inside a round": 5, "restarted prompt": 2, "preempted": 100, "restarted": 80}
+    tame = {what for what, count in seen.items() if count < least.get(what, 20)}
     assert not tame, f"the histories are too tame to show anything: {seen}"
 
 

@@ -103,3 +103,50 @@ def test_first_chunk_carries_the_history_where_sampling_looks_back(repetition_pe
     else:
         assert histories[0].tolist() == words(12)
         assert histories[1:] == [None, None]
+
+
+@pytest.mark.parametrize("num_more", [-15, -7, -2, -1, 0, 3])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_fork_that_asks_for_prompt_logprobs_gets_all_of_them(num_more, is_async):
+    """Those of tokens that its parent computed, too; a world looks at the values."""
+    world = World(num_slots=9, max_num_batched_tokens=60, is_async=is_async)
+    world.add("parent", words(16), 20, ignore_eos=True)
+    while len(world.outputs["parent"]) < 2:
+        world.step()
+    told = world.told("parent")
+    prompt = told[:num_more] if num_more < 0 else told + words(num_more, first=50)
+    world.add("child", prompt, 2, parent="parent", prompt_logprobs=True, ignore_eos=True)
+    world.drain()
+    assert len(world.outputs["child"]) == 2
+    assert world.num_branched == 0
+
+
+@pytest.mark.parametrize("num_before", [4, 5, 6])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prompt_preempted_before_its_first_token_has_each_of_its_logprobs_once(num_before, is_async):
+    """It came in pieces, and some were computed or in flight when its memory was taken away; a world looks at the values."""
+    world = World(num_pages=1 + 2 + 12, max_num_batched_tokens=4, is_async=is_async, kv={"enable_prefix_cache": False})
+    world.add("answer", words(num_before), 30, ignore_eos=True, priority=1)
+    while not world.outputs["answer"]:
+        world.step()
+    world.add("long", words(45, first=20), 2, prompt_logprobs=True, ignore_eos=True)
+    row, num_planned, num_known = world.scheduler._rows["long"], 0, 1
+    while not row.is_resumed:
+        assert "long" in world.alive, "it lost its memory too late"
+        num_planned, num_known = row.num_planned_tokens, len(row.prompt_logprobs)
+        world.step()
+    assert 0 < num_planned < 45, "it was preempted in the middle of its prompt"
+    assert num_known > 1 or is_async
+    world.drain()
+    assert len(world.outputs["long"]) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_answer_that_is_resumed_is_counted_whole(penalty, is_async):
+    """Prompt and answer so far; a world compares the ids."""
+    world = World(num_drafts=2, num_pages=9, max_num_batched_tokens=20, is_async=is_async, kv={"enable_prefix_cache": False})
+    for name, first in (("a", 2), ("b", 40)):
+        world.add(name, words(9, first=first), 18, ignore_eos=True, **{penalty: 1.5})
+    world.drain()
+    assert world.num_restarts > 0

@@ -1,5 +1,7 @@
 """Decoding in rounds of drafts: what is planned, what is kept of what they bring, and what is given back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -581,3 +583,37 @@ def test_request_is_ahead_exactly_if_something_of_it_is_in_flight():
     assert dict(zip(names_of(plan), budget.choices[-1][2], strict=True)) == {"a": False, "b": True}
     world.commit()
     world.drain()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_only_steps_of_rounds_alone_are_taken_for_step_times(is_async):
+    """A token of a prompt does not cost what a row of a round costs: time that prompts took would bend the curve."""
+    world, budget = recorded(2, is_async=is_async, max_num_batched_tokens=12, save_states=False, accept=lambda count: 0)
+    decode(world, "a", prompt=3, max_tokens=40)
+    budget.times.clear()
+    world.add("long", words(20, first=50), 2, ignore_eos=True)
+    expected, seen = [], set()
+    for number in range(12):
+        plan = world.scheduler.plan()
+        result = replace(world.worker.run(plan), duration_ms=float(number))
+        world.in_flight.append((plan, result))
+        kind = (bool(plan.chunks), bool(plan.rounds))
+        seen.add(kind)
+        if kind == (False, True):
+            expected.append((plan.num_rows, float(number)))
+        if len(world.in_flight) > is_async:
+            world.commit()
+    while world.in_flight:
+        world.commit()
+    assert seen == {(True, True), (False, True)}
+    assert budget.times == expected
+    world.drain()
+
+
+def test_a_step_without_rounds_says_nothing_about_step_times():
+    world, budget = recorded(max_num_batched_tokens=5)
+    world.add("long", words(20), 1)
+    world.drain()
+    plan = world.scheduler.plan(placeholder=True)
+    world.scheduler.commit(plan, world.worker.run(plan))
+    assert budget.times == []

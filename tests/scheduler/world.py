@@ -60,7 +60,7 @@ class World:
         self.planned = {}  # request -> (end of its last chunk or None after a round, its decoder floor)
         self.cached = {}  # request -> tokens of its prompt that were not computed
         self.stem_of = {}  # request -> what its pictures show
-        self.num_restarts = self.num_branched = 0
+        self.num_restarts = self.num_restarted_prompts = self.num_branched = 0
         self.num_saved = self.num_unsaved = 0  # by rounds; when no round had reached the end of the page
         self.num_cut = 0  # requests that ended inside a round while another round of them was in flight
 
@@ -94,6 +94,13 @@ class World:
     def told(self, name):
         """Prompt and committed output of a request."""
         return list(self.requests[name].prompt_token_ids) + self.outputs[name]
+
+    def prompt_logprobs(self, name):
+        """What the worker says of a prompt's tokens, if the request asked; what it says of each depends on that token alone."""
+        request = self.requests[name]
+        if not request.params.prompt_logprobs:
+            return None
+        return (None, *(-float(token_id) for token_id in request.prompt_token_ids[1:]))
 
     def check(self):
         self.scheduler.check()
@@ -188,12 +195,16 @@ class World:
         last = self.planned.get(name)
         if last is not None and (last[0] != chunk.start or chunk.restore_from is not None or chunk.lookback_ids is not None):
             self.num_restarts += 1
+            self.num_restarted_prompts += num_outputs == 0
         if last is not None:
             assert chunk.decoder_floor == last[1], "the decoder floor is the same for life"
         self.num_branched += any(chunk.restore_from == each.slot for each in self.scheduler._running.values())
         if last is None or last[0] != chunk.start:
             assert (chunk.lookback_ids is None) == (chunk.start == 0)
-            assert (chunk.history_ids is not None) == self.requests[name].params.needs_history
+            needs_history = self.requests[name].params.needs_history
+            assert (None if chunk.history_ids is None else chunk.history_ids.tolist()) == (
+                self.told(name) if needs_history else None
+            )
         if self.kv.is_replay_exact is False and last is not None and last[0] != chunk.start:
             assert chunk.start >= chunk.write_floor, "what was preempted is resumed exactly"
         assert chunk.start % 2 == 0 or chunk.window_floor % 2 == 0
@@ -233,6 +244,9 @@ class World:
                     expected = FinishReason.STOP if stops else FinishReason.LENGTH
                 assert output.finish_reason == expected
             assert output.num_output_tokens == len(told)
+            if not self.limits.decoder_keep_tokens:
+                is_first = output.token_id is not None and len(told) == 1
+                assert output.prompt_logprobs == (self.prompt_logprobs(name) if is_first else None)
             assert output.num_cached_tokens == self.cached.setdefault(name, output.num_cached_tokens), "first admission counts"
             assert output.finished == (output.finish_reason is not None)
             if output.finished:
