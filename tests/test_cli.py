@@ -544,6 +544,7 @@ STREAMING = textwrap.dedent(
         config = named_config("nano")
         def __init__(self, **_): pass
         def get_tokenizer(self): return TOKENIZER
+        def text_token(self, record): return record.token_id
         def stream(self, prompt, params):
             for number, each in enumerate(IDS, start=1):
                 yield types.SimpleNamespace(sample_idx=0, token_id=each, finished=number == len(IDS), prompt_len=1,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from deepinfer.config import EngineArgs, config_json, named_config
 from deepinfer.engine import loader
 from deepinfer.engine.loader import load, time_steps
 from deepinfer.errors import ConfigError
+from deepinfer.kv.manager import NO_HIT
+from deepinfer.kv.prefix import PageChain
 from deepinfer.tokenizer import byte_tokenizer
 from tests.engine.harness import build, drain, fresh, params, request, tokens
 
@@ -124,3 +127,44 @@ def test_a_worker_is_timed_and_left_as_it_was(seed):
     work = [request(f"r{number}", tokens(rng, 20), params(rng, 5)) for number in range(3)]
     assert drain(core, work) == fresh(work), "what the clock left in slots and pages is looked at by nobody"
     core.close()
+
+
+def planner_of(monkeypatch, **given):
+    """What plans for an engine with these settings, and its settings; nothing is there to compute."""
+    args, config = EngineArgs(**{**SMALL, "max_model_len": 1024, **given}), named_config("nano")
+    worker = SimpleNamespace(layout=loader._layout(args, config), num_pages=100, num_slots=10)
+    monkeypatch.setattr(loader, "_build_worker", lambda *_, **__: worker)
+    core = load(args, progress=False).core
+    core.close()
+    return core.scheduler, config
+
+
+@pytest.mark.parametrize("mode", ["off", "mask", "compact"])
+@pytest.mark.parametrize("keep", [140, 200])
+@pytest.mark.parametrize("num_drafts", [0, 5])
+def test_hits_leave_what_the_decoder_half_runs_over_and_count_replay_by_its_layers(mode, keep, num_drafts, monkeypatch):
+    """With a bounded decoder half a replayed token passes the encoder half alone, and the end of a prompt is never a hit."""
+    scheduler, config = planner_of(
+        monkeypatch, decoder_replay=mode, decoder_replay_keep_tokens=keep, num_drafts=num_drafts, adaptive_drafts=False
+    )
+    kv, is_bounded = scheduler.kv, mode != "off"
+    assert scheduler.limits.decoder_keep_tokens == (keep if is_bounded else 0)
+    page, window = kv.layout.page_tokens, config.sliding_window
+    margin = keep if is_bounded else kv.layout.ring_tokens
+    share = config.num_encoder_layers / config.num_hidden_layers if is_bounded else 1
+    assert 0 < config.num_encoder_layers < config.num_hidden_layers
+    num_tokens = 400
+    end = (num_tokens - margin) // page * page
+    kinds = []
+    for saved_at in range(page, end, page):
+        chain = PageChain(page, saved_at.to_bytes(2, "little"))
+        chain.extend(np.arange(num_tokens, dtype=np.int32), {})
+        holding = kv.admit(chain, NO_HIT, num_tokens)
+        kv.publish(holding, chain, num_tokens)
+        assert kv.save_slot(holding) is not None
+        kv.saved(holding, chain, saved_at, decoder_floor=num_tokens - keep if is_bounded else None)
+        kv.release(holding)
+        hit = kv.plan_hit(chain, num_tokens, decoder_floor=num_tokens - keep if is_bounded else None)
+        assert (hit.kind, hit.num_tokens) == (("replay", end) if end - saved_at >= share * window else ("state", saved_at))
+        kinds.append(hit.kind)
+    assert set(kinds) == {"state", "replay"}
