@@ -7,6 +7,7 @@ import torch
 
 from deepinfer.engine.core import EngineCore
 from deepinfer.executor.executor import Executor
+from deepinfer.executor.graphs import Tiers
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout, RecordSizes
 from deepinfer.kv.manager import KVManager
@@ -182,6 +183,39 @@ def two_turns(core, rng, prompt_tokens, max_tokens=None):
     more = tokens(rng, int(rng.integers(PAGE_TOKENS, 3 * PAGE_TOKENS)))
     two = request("two", one.prompt_token_ids + answer + more, params(rng, max_tokens))
     return [one, two], got | drain(core, [two])
+
+
+def conversation(rng, sampling):
+    """Requests of which some begin with what others do, so that the cache is hit, and whose answers grow into new pages.
+
+    Args:
+        sampling: (number of the request, tokens of its answer) -> its parameters.
+    """
+    stem, work = tokens(rng, int(rng.integers(20, 32))), []
+    for number in range(int(rng.integers(3, 5))):
+        prompt = stem[: int(rng.integers(1, len(stem)))] if rng.random() < 0.5 else stem + tokens(rng, int(rng.integers(1, 10)))
+        if rng.random() < 0.85:
+            prompt += tokens(rng, (int(rng.integers(12, 16)) - len(prompt)) % PAGE_TOKENS)
+        work.append(request(f"r{number}", prompt, sampling(number, int(rng.integers(4, 10)))))
+    return work
+
+
+def random_engine(rng, work, **given):
+    """Another engine each time; most have just the pages for two of the prompts of ``work``, or for its longest request."""
+    is_tight = rng.random() < 0.85
+    longest = max(-(-(len(each.prompt_token_ids) + each.params.max_tokens) // PAGE_TOKENS) for each in work)
+    two = sum(sorted(-(-len(each.prompt_token_ids) // PAGE_TOKENS) for each in work)[:2])
+    return build(
+        num_pages=1 + max(longest, two - int(rng.random() < 0.3)) if is_tight else 120,
+        max_num_seqs=int(rng.integers(3, 5)),
+        spare_slots=int(rng.integers(0, 3)),
+        budget=int(rng.integers(16, 80)),
+        is_async=bool(rng.random() < 0.7),
+        cache=bool(rng.random() < 0.8),
+        exact_replay=True,
+        tiers=Tiers(rows=int(rng.integers(1, 12)), requests=int(rng.integers(1, 6))) if rng.random() < 0.5 else None,
+        **given,
+    )
 
 
 def rng_of(seed, salt):

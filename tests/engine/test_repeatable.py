@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepinfer.request import SamplingParams
-from tests.engine.harness import KnowingDrafter, build, drain, fresh, request, rng_of, tokens
+from tests.engine.harness import KnowingDrafter, build, conversation, drain, fresh, random_engine, request, rng_of, tokens
 
 NUM_DRAFTS = 5
 MODES = ["coupled", "sampled", "argmax"]
@@ -176,6 +176,28 @@ def test_a_prefix_that_is_found_does_not_matter(mode, salt):
     assert got == fresh([one, *later], alone=True, **given)
     assert stats.num_replayed_tokens == 0
     assert stats.num_hit_tokens == 2 * 48
+
+
+@pytest.mark.parametrize("mode", ["sampled", "argmax"])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))])
+def test_no_history_matters(mode, block):
+    """Random engines with random work, as mode ``coupled`` has in ``test_drafted_is_plain.py``; the lengths are fixed here."""
+    seen = dict.fromkeys(["accepted", "rejected", "preempted"], 0)
+    for seed in range(3 * block, 3 * block + 3):
+        rng = rng_of(seed, 66)
+        given = engine(mode, num_drafts=int(rng.integers(2, NUM_DRAFTS + 1)))
+        work = conversation(rng, lambda number, count, rng=rng: asked(rng, mode, number, 1, count).params)
+        expected = fresh(work, **given)
+        for _ in range(2):
+            core = random_engine(rng, work, **given)
+            found, stats = run(core, work, rng if rng.random() < 0.4 else None, expected)
+            assert found == expected, f"seed {seed}"
+            seen["accepted"] += sum(stats.num_accepted_drafts)
+            seen["rejected"] += sum(stats.num_verified_drafts) - sum(stats.num_accepted_drafts)
+            seen["preempted"] += stats.num_preempted
+    assert min(seen["accepted"], seen["rejected"]) >= 5 <= 2 * seen["preempted"], (
+        f"the histories are too tame to show anything: {seen}"
+    )
 
 
 @pytest.mark.parametrize("salt", SALTS)
