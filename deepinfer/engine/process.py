@@ -89,6 +89,10 @@ class Lifeline:
         with contextlib.suppress(OSError):  # the client may be gone too
             self._stream.sendall(ipc.pack_last_words(error))
 
+    def close(self) -> None:
+        """Give the stream back."""
+        self._stream.close()
+
     def bury_client(self) -> None:
         """Remove what the client would have removed."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -15,6 +15,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+from tqdm import tqdm
+
 from deepinfer import SamplingParams
 from deepinfer.config import EngineArgs
 from deepinfer.engine import llm as llm_module
@@ -77,6 +79,9 @@ class StrictCore(FakeCore):
 
 class _Tokenizer:
     bos_id = 0
+
+    def least_tokens(self, text):
+        return 0
 
     def encode(self, text):
         return [int(each) for each in text.split()]
@@ -293,7 +298,7 @@ class _Alarm(Exception):
 
 def a_storm_of_signals():
     """Exceptions at random moments, often several in one cleaning up."""
-    llm_module.tqdm.monitor_interval = 0  # no thread of its own, in whose making an exception is noise
+    tqdm.monitor_interval = 0  # no thread of its own, in whose making an exception is noise
     llm = make_llm(step_s=0.0)
     generate(llm, 5)  # what is imported late is there
 

@@ -35,7 +35,7 @@ def played(module, names, *flags):
     done = subprocess.run(
         [sys.executable, "-P", *flags, "-W", "default", "-m", module, *names],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         capture_output=True,
         text=True,
         timeout=600,

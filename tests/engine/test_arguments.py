@@ -185,7 +185,7 @@ ADD = {"user_id": 1, "request_id": "x", "sampling_params": greedy(), "prompt_tok
     ),
 )
 def test_whatever_a_request_is_made_of_the_next_step_works(engine, name, value):
-    core = engine._core()
+    core = engine._driver.core
     try:
         is_taken = engine.add_request(**{**ADD, name: value})
         assert isinstance(is_taken, bool)

@@ -342,19 +342,20 @@ def test_a_killed_core_fails_every_wait_and_every_later_call():
 
 
 @pytest.mark.parametrize("limit_s", [0.01, 600.0, 1e12, 1.7e308, math.inf])
-def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch):
+def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch, tmp_path):
     ended = threading.Event()
     monkeypatch.setattr(process_module.os, "_exit", lambda _code: (ended.set(), time.sleep(60)))
     monkeypatch.setattr(process_module, "_ORPHAN_GRACE_S", 0)
     ours, theirs = socket.socketpair()
-    watchdog = process_module.Watchdog(theirs, warn_s=0.01, limit_s=limit_s)
+    lifeline = process_module.Lifeline(theirs.detach(), None, tmp_path / "socket")
+    watchdog = process_module.Watchdog(lifeline, warn_s=0.01, limit_s=limit_s)
     with watchdog:
         time.sleep(0.05)
         assert ended.is_set() == (limit_s == 0.01), "a step was running while it looked"
         ours.close()
         assert ended.wait(5), "it still sees that the client is gone"
     watchdog.stop()
-    theirs.close()
+    lifeline.close()
 
 
 def test_settings_at_their_ends_reach_the_core():

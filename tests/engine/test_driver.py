@@ -111,7 +111,7 @@ def test_a_request_that_is_refused_takes_those_beside_it_along_and_nobody_else()
     llm = make_llm()
     stream = llm.stream("5", params(3))
     first = next(stream)
-    with pytest.raises(RequestError, match="too long"):
+    with pytest.raises(RequestError, match="leaves no room"):
         llm.generate(prompt_token_ids=[[1], [2] * 300, [3]], sampling_params=params(), use_tqdm=False)
     assert (llm._core.num_unfinished, len(llm._boxes)) == (1, 1)
     assert [first.token_id] + [each.token_id for each in stream] == [6, 7, 8]
@@ -195,7 +195,7 @@ def test_an_interrupted_add_leaves_nothing_behind_and_others_alone(alarm):
 
 def test_a_request_whose_caller_could_not_end_it_ends_with_its_next_record():
     llm = make_llm()
-    inbox_less = llm._request(llm._prompts("5", None, None)[0], params(FOREVER))
+    inbox_less = llm._request(llm._reader.of_text("5"), params(FOREVER))
     llm._driver.add(inbox_less, (), 0.0)
     assert generate(llm, 7) == expected(7)
     assert llm._core.num_unfinished == 0

@@ -252,7 +252,7 @@ def test_zero_max_tokens_counts_as_one_and_seeds_are_64_bits():
         ({"tokens_per_block": 3}, "even number"),
         ({"load_format": "fast"}, "must be one of auto, dummy"),
         ({"device": "tpu"}, "device"),
-        ({"max_num_seqs": 200_000, "max_num_batched_tokens": 200_000}, "more than 80%"),
+        ({"max_num_seqs": 12_680, "max_model_len": 60_000}, "more than 80%"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
     ],
 )

@@ -216,7 +216,7 @@ def test_nothing_is_kept_without_holders(rng):
 def test_encoding_does_not_wait_for_the_device(rng):
     cuda = torch.device("cuda")
     pictures = [picture(rng, 3, 3), picture(rng)]
-    tower = CountingTower(device=cuda)
+    tower = VisionTower(CONFIG, weights("golden"), device=cuda)
     count = sum(each.plan.span_tokens for each in pictures)
     with torch.inference_mode():
         expected = Features(pictures, tower).covering(0, count)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections import Counter
 
 import pytest
@@ -343,7 +344,10 @@ def test_impossible_ranks_are_refused(golden_dir, ep_rank, ep_size):
         load(golden_dir, ep_rank=ep_rank, ep_size=ep_size)
 
 
-def test_progress_counts_bytes(golden_dir, capsys):
+def test_progress_counts_bytes_where_somebody_watches(golden_dir, capsys, monkeypatch):
+    read_checkpoint(golden_dir, GOLDEN, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     read_checkpoint(golden_dir, GOLDEN, progress=True)
     assert "weights: 100%" in capsys.readouterr().err
 

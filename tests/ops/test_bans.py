@@ -1,5 +1,6 @@
 """Whatever else is asked for, no token is chosen that is ruled out."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,6 +70,7 @@ def test_no_draw_and_no_verification_chooses_what_is_ruled_out(both, logits, dra
     params, forbidden = both
     rules = TokenRules(VOCAB, eos_token_id=EOS, forbidden=[*forbidden, IMAGE], device=CPU)
     rules.add("a", params, 2)
+    rules.start("a", np.array([2, 3], dtype=np.int32))
     table = RowTable(2, 0, CPU)
     table.write(1, params, 100)
     positions = torch.arange(2, 5)
