@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
+import torch
+
 from deepinfer.ops.quant import threads
 
-SMALL_ROWS: Final = 8
-"""Rows of a step that one thread computes.  On two idle cores, 6 rows take as long with two threads as with one, 16 rows gain 8 %
-and 512 rows 43 %."""
-BUSY_SHARE: Final = 0.1
+BUSY_SHARE: Final = 0.15
 """Cores count as busy if threads that could run spend more than this share of the time without a core.  Idle cores show less than
 0.01, four busy loops on two cores more than 0.6."""
+LOOK_AFTER_S: Final = 0.1
 FIRST_PAUSE_S: Final = 1.0
 LAST_PAUSE_S: Final = 60.0
 
@@ -66,12 +66,12 @@ def waiting_share(before: Waits, after: Waits) -> float:
 class Team:
     """Chooses one thread or all for each step of one worker; used in the worker's thread alone.
 
-    A small step gets one thread.  A larger step gets all threads unless the cores are busy.  Two observations say that they are:
+    A step gets all threads unless the cores are busy.  Two observations say that they are:
 
-    * The worker's thread waited for a core since the last larger step.
-    * The threads of the process waited for cores during the last step of all threads.  All threads are tried again after a pause,
-      which doubles each time.  Where fewer processes are busy than there are cores, a single thread never waits, so nothing else
-      ends this state.
+    * The worker's thread waited for a core since the step before.
+    * The threads of the process waited for cores while all of them computed.  The rest of that step gets one thread, and all
+      threads are tried again after a pause, which doubles each time.  Where fewer processes are busy than there are cores, one
+      thread alone never waits; then only the pause says that it is worth to go on alone.
 
     Attributes:
         size: threads of a step on idle cores.
@@ -89,24 +89,47 @@ class Team:
         self.size = size
         self._observe_own, self._observe_all, self._now = own, everyone, now
         self._own: Waits = {}
+        self._all: Waits | None = None  # since when all threads compute; None while they do not
+        self._looked_at = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._try_again_at = 0.0
 
     @contextmanager
-    def step(self, num_rows: int) -> Iterator[None]:
-        """Compute a step of so many rows in the body.  Cost: 10 µs; 0.1 ms for a step of all threads."""
-        if num_rows <= SMALL_ROWS or self.size == 1 or self._is_busy():
+    def step(self) -> Iterator[None]:
+        """Compute a step in the body.  Cost: 10 µs; 0.1 ms for a step of all threads."""
+        if self.size == 1 or self._is_busy():
             with threads(1):
                 yield
             return
-        before = self._observe_all()
-        with threads(self.size):
-            yield
-        if waiting_share(before, self._observe_all()) > BUSY_SHARE:
-            self._try_again_at = self._now() + self._pause_s
+        self._all, self._looked_at = self._observe_all(), self._now()
+        try:
+            with threads(self.size):
+                yield
+                self._look()
+                if self._all is not None:
+                    self._pause_s = FIRST_PAUSE_S
+        finally:
+            self._all = None
+
+    def between_layers(self) -> None:
+        """Go on with one thread if the cores have become busy.
+
+        On busy cores a long step of all threads may take many times as long: 79 s instead of 1 s was seen beside another program
+        whose threads spin.  Cost: 0.1 ms, at most every 100 ms.
+        """
+        if self._all is not None and self._now() - self._looked_at > LOOK_AFTER_S:
+            self._look()
+
+    def _look(self) -> None:
+        """End the use of all threads if they waited since the last look."""
+        if self._all is None:
+            return
+        before, self._all, self._looked_at = self._all, self._observe_all(), self._now()
+        if waiting_share(before, self._all) > BUSY_SHARE:
+            self._all = None
+            self._try_again_at = self._looked_at + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-        else:
-            self._pause_s = FIRST_PAUSE_S
+            torch.set_num_threads(1)  # until :meth:`step` gives the thread its own number back
 
     def _is_busy(self) -> bool:
         before, self._own = self._own, self._observe_own()

@@ -200,7 +200,7 @@ class Worker:
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step: copies, forward pass, sampling.  Does not wait for a GPU."""
         if self.model.device.type == "cpu":
-            with self.team.step(plan.num_rows):
+            with self.team.step():
                 return self._launch(plan)
         if not self._guard_syncs:
             return self._launch(plan)
@@ -257,7 +257,7 @@ class Worker:
         def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
             rounds = self._speculator.lay_out(round_numbers, num_round_rows)
             inputs = numbers.derive(packed, rounds, features)
-            outputs = self.model.run(inputs, self._cache)
+            outputs = self.model.run(inputs, self._cache, between_layers=self.team.between_layers)
             context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
             return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
 

@@ -7,7 +7,7 @@ read.  Engram adds looked-up n-gram values to the streams before two encoder lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -117,12 +117,13 @@ class Flash:
         """
         return logits(hidden, self.head)
 
-    def run(self, inputs: StepInputs, cache: KVCache) -> Outputs:
+    def run(self, inputs: StepInputs, cache: KVCache, *, between_layers: Callable[[], None] = lambda: None) -> Outputs:
         """Run one step up to the LM head.
 
         Args:
             inputs: of the step.
             cache: read, and extended by the step's tokens.
+            between_layers: called before each layer, for whoever watches a long step; it changes nothing that the model sees.
         """
         config = self.config
         embedded = self.embedding[inputs.token_ids]
@@ -138,6 +139,7 @@ class Flash:
         aux = streams.new_empty(inputs.decoder.positions.shape[0], len(self._targets), config.hidden_size)
         choice: Choice | None = None
         for layer, block in enumerate(self.blocks):
+            between_layers()
             hyper = block.attention_hyper
             if block.engram is None:
                 streams, collapsed, raw, square_sum = ops.mhc_mix(streams, delta, mix, hyper.fn)

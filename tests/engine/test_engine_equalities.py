@@ -4,6 +4,7 @@ Every test covers ten seeds; with --slow, ten times as many.
 """
 
 import pytest
+import torch
 
 from deepinfer.ops.quant import threads
 from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
@@ -109,13 +110,16 @@ def test_forked_is_separate(block):
 
 
 class ChangingTeam:
-    """Any number of threads, a new one for each step."""
+    """Any number of threads, a new one for each layer."""
 
     def __init__(self, rng):
         self.rng = rng
 
-    def step(self, num_rows):
-        return threads(int(self.rng.choice([1, 2, 3])))
+    def step(self):
+        return threads(1)
+
+    def between_layers(self):
+        torch.set_num_threads(int(self.rng.choice([1, 2, 3])))
 
 
 def test_steps_of_any_number_of_threads_are_those_of_one():

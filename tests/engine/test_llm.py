@@ -338,6 +338,23 @@ def test_a_step_that_breaks_ends_the_model_and_its_memory_can_be_given_back():
         llm.generate("x")
 
 
+def test_a_model_that_is_not_a_number_gives_no_token():
+    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
+    llm._core.executor.worker.model.norm[3] = float("nan")
+    for _ in range(2):
+        with pytest.raises(StepFailed, match="are not finite numbers, so that no token can be trusted"):
+            llm.generate("x", use_tqdm=False)
+    llm.close()
+
+
+def test_a_prompt_that_is_sent_again_is_answered_from_its_own_state(llm):
+    prompt = "The same words, sent again, find the state that they left. " * 6
+    params = SamplingParams(temperature=0.7, seq_seed=11, max_tokens=6, ignore_eos=True)
+    (cold,), (again,) = (llm.generate_records(prompt, params, use_tqdm=False) for _ in range(2))
+    assert (cold[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 128)
+    assert [(each.token_id, each.token_logprobs) for each in again] == [(each.token_id, each.token_logprobs) for each in cold]
+
+
 def test_completions_come_as_they_complete_with_the_records_of_a_batch(llm):
     ids = [llm.prompt_ids(text) for text in PROMPTS]
     params = [greedy(max_tokens=20), greedy(max_tokens=2), greedy(max_tokens=6, n=2)]

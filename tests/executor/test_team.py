@@ -1,4 +1,4 @@
-"""How many threads a step gets: small steps one, larger ones all while the cores are idle."""
+"""How many threads a step gets: all while the cores are idle, one while they are not."""
 
 import os
 import subprocess
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from deepinfer.executor import team
-from deepinfer.executor.team import BUSY_SHARE, FIRST_PAUSE_S, LAST_PAUSE_S, SMALL_ROWS, Team
+from deepinfer.executor.team import BUSY_SHARE, FIRST_PAUSE_S, LAST_PAUSE_S, LOOK_AFTER_S, Team
 
-LARGE = SMALL_ROWS + 1
 needs_counts = pytest.mark.skipif(not team.own_waits(), reason="the system does not count how long threads wait for a core")
 
 
@@ -34,9 +33,9 @@ class System:
     def team(self, size=4):
         return Team(size, own=lambda: {1: self.counts[1]}, everyone=lambda: dict(self.counts), now=lambda: self.seconds)
 
-    def step(self, team, num_rows=LARGE, seconds=0.1):
+    def step(self, team, seconds=0.1):
         """Threads that the step got."""
-        with team.step(num_rows):
+        with team.step():
             count = torch.get_num_threads()
             self.pass_time(seconds)
         return count
@@ -53,10 +52,10 @@ def busy_loops(count):
             each.wait()
 
 
-def test_a_small_step_gets_one_thread_and_a_larger_one_all_on_idle_cores():
+def test_a_step_gets_all_threads_on_idle_cores_and_one_where_there_is_one():
     system = System()
-    mine = system.team(3)
-    assert [system.step(mine, rows) for rows in (1, SMALL_ROWS, LARGE, 2048)] == [1, 1, 3, 3]
+    assert system.step(system.team(3)) == 3
+    assert system.step(system.team(1)) == 1
 
 
 def test_the_thread_has_its_own_number_back_after_a_step_however_it_ends():
@@ -64,7 +63,7 @@ def test_the_thread_has_its_own_number_back_after_a_step_however_it_ends():
     mine = system.team(before + 2)
     system.step(mine)
     assert torch.get_num_threads() == before
-    with pytest.raises(ZeroDivisionError), mine.step(LARGE):
+    with pytest.raises(ZeroDivisionError), mine.step():
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
 
@@ -107,10 +106,44 @@ def test_all_threads_are_tried_again_after_pauses_that_double_while_they_wait():
     assert system.step(mine) == 4, "a good step makes the pause short again"
 
 
+def test_a_step_goes_on_with_one_thread_when_the_cores_become_busy():
+    system = System()
+    mine = system.team()
+    with mine.step():
+        for _ in range(3):
+            system.pass_time(0.1)
+            mine.between_layers()
+            assert torch.get_num_threads() == 4
+        system.all = 0.9
+        system.pass_time(LOOK_AFTER_S / 2)
+        mine.between_layers()
+        assert torch.get_num_threads() == 4, "it looks from time to time only"
+        system.pass_time(LOOK_AFTER_S)
+        mine.between_layers()
+        assert torch.get_num_threads() == 1
+        system.all = 0.0
+        system.pass_time(0.1)
+        mine.between_layers()
+        assert torch.get_num_threads() == 1, "for the rest of the step"
+    assert system.step(mine) == 1
+    system.pass_time(FIRST_PAUSE_S)
+    assert system.step(mine) == 4
+
+
+def test_looking_outside_a_step_of_all_threads_changes_nothing():
+    before, mine = torch.get_num_threads(), System().team(1)
+    mine.between_layers()
+    with mine.step():
+        mine.between_layers()
+        assert torch.get_num_threads() == 1
+    mine.between_layers()
+    assert torch.get_num_threads() == before
+
+
 def test_where_the_system_counts_nothing_all_threads_are_used():
     mine = Team(2, own=dict, everyone=dict)
     for _ in range(3):
-        with mine.step(LARGE):
+        with mine.step():
             assert torch.get_num_threads() == 2
 
 

@@ -1,4 +1,4 @@
-"""The number of threads that compute changes no bit: small steps of the engine get one, larger ones a team."""
+"""The number of threads that compute changes no bit: on busy cores the engine goes on with one."""
 
 import dataclasses
 
