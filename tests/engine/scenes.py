@@ -30,10 +30,14 @@ def play(scenes, names):
             sys.stdout.flush()
 
 
+_OF_FORKS = "ignore:This process (pid=:DeprecationWarning"
+"""Python 3.12 warns of forks beside threads, which are what the scenes are about."""
+
+
 def played(module, names, *flags):
     """Name -> [exit code, lines of output, seconds]: the scenes of a module of tests, all warnings on."""
     done = subprocess.run(
-        [sys.executable, "-P", *flags, "-W", "default", "-m", module, *names],
+        [sys.executable, "-P", *flags, "-W", "default", "-W", _OF_FORKS, "-m", module, *names],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         capture_output=True,

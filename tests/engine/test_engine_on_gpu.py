@@ -174,8 +174,8 @@ def test_a_hidden_wait_is_an_error():
     model = core.executor.worker.model
     run = model.run
 
-    def waiting(inputs, cache):
-        outputs = run(inputs, cache)
+    def waiting(inputs, cache, **given):
+        outputs = run(inputs, cache, **given)
         outputs.hidden.sum().item()
         return outputs
 
