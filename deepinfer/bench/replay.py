@@ -83,15 +83,15 @@ def _chunks(prompt: npt.NDArray[np.int32], cuts: Sequence[int], floor: int, layo
 # ---------------------------------------------------------------------------------------------------------------------- level 1
 
 
-def _visible(rows: LayerInputs, window: int) -> list[tuple[int, list[int]]]:
+def _visible(rows: LayerInputs, window: int, ring_tokens: int) -> list[tuple[int, list[int]]]:
     """(position, positions of its window keys) of every row, read back from the tables."""
-    reach = window - 1
-    earlier = rows.earlier_positions.flatten().tolist()
+    before = rows.window_before
+    earlier = [start - back for start in rows.starts.tolist() for back in range(window - 1, 0, -1)]
+    assert [each % ring_tokens for each in earlier] == before.positions.flatten().tolist(), "earlier keys end before the step"
     own = rows.positions.tolist()
     seen = []
-    for position, keys in zip(own, rows.window_rows.tolist(), strict=True):
+    for position, keys in zip(own, before.rows.tolist(), strict=True):
         seen.append((position, [(earlier + own)[key] for key in keys if key >= 0]))
-    assert len(earlier) == reach * len(rows.slots), "one stretch of earlier keys a request"
     return seen
 
 
@@ -126,16 +126,16 @@ def check_tables(config: ModelConfig, keep: int, device: torch.device) -> list[F
 
 def _table_problems(made: StepInputs, chunk: Chunk, floor: int, window: int, mode: ReplayMode, layout: KVLayout) -> Iterator[str]:
     where = f"chunk [{chunk.start}, {chunk.end}) with floor {floor} in {mode} mode"
-    if _visible(made.encoder, window) != _expected(chunk.start, chunk.end, 0, window, "mask"):
+    if _visible(made.encoder, window, layout.ring_tokens) != _expected(chunk.start, chunk.end, 0, window, "mask"):
         yield f"encoder keys of {where}"
     expected = _expected(chunk.start, chunk.end, floor, window, mode)
-    if _visible(made.decoder, window) != expected:
+    if _visible(made.decoder, window, layout.ring_tokens) != expected:
         yield f"decoder keys of {where}"
     kept = [position - chunk.start for position, _ in expected]
     if made.decoder_rows is not None and made.decoder_rows.tolist() != kept:
         yield f"decoder rows of {where}"
     ring = [position % layout.ring_tokens for position, _ in expected][-layout.ring_tokens :]
-    if (made.decoder.positions[made.decoder.ring_rows] % layout.ring_tokens).tolist() != ring:
+    if made.decoder.window.positions.tolist() != ring:
         yield f"ring addresses of {where}"
 
 

@@ -27,7 +27,7 @@ from deepinfer.executor.clock import StepClock
 from deepinfer.executor.team import Team
 from deepinfer.executor.worker import Worker
 from deepinfer.model.progress import progress_bar
-from deepinfer.ops import quant
+from deepinfer.ops import arithmetic
 from deepinfer.ops.op import REFERENCE, bind, registered
 from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, StepPlan
@@ -121,7 +121,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     synchronize = _synchronizer(device)
     big = torch.ones(64 << 20, dtype=torch.float32, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
-    left = torch.randn(2048, 2048, generator=generator, device=device).to(quant.gemm_dtype(device))
+    left = torch.randn(2048, 2048, generator=generator, device=device).to(arithmetic.gemm_dtype(device))
     memory, matrix = _best(big.sum, synchronize), _best(lambda: left @ left, synchronize)
     return Ceilings(bytes_per_second=big.numel() * 4 / memory, flop_per_second=2 * 2048**3 / matrix)
 
@@ -263,7 +263,7 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
     where = worker.model.device
     synchronize = _synchronizer(where)
     ceilings = measure_ceilings(where)
-    element_bytes = quant.gemm_dtype(where).itemsize
+    element_bytes = arithmetic.gemm_dtype(where).itemsize
     clock = FamilyClock()
     for name, each in registered().items():
         each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[REFERENCE], synchronize)
@@ -379,7 +379,7 @@ def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device
     return "\n".join(
         [
             f"{what}; torch {torch.__version__}; reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
-            f"{quant.gemm_dtype(device)} products {ceilings.flop_per_second / 1e9:,.0f} GFLOP/s",
+            f"{arithmetic.gemm_dtype(device)} products {ceilings.flop_per_second / 1e9:,.0f} GFLOP/s",
             "",
             tabulate(rows, headers=["scenario", "tokens/s", "step ms, median", "min … max", "floor ms", "share of floor"]),
             "",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.errors import StepFailed
-from deepinfer.ops.quant import to_device
+from deepinfer.ops.arithmetic import to_device
 from deepinfer.step import PLACEHOLDER, Round, StepPlan
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.images import ImagePlan
 from deepinfer.model.vision import VisionTower
-from deepinfer.ops.quant import to_device
+from deepinfer.ops.arithmetic import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

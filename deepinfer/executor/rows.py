@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.ops.quant import to_device
+from deepinfer.ops.arithmetic import to_device
 from deepinfer.ops.sampling import SamplingRows, signed
 from deepinfer.request import SamplingParams
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.ops.quant import accumulation_dtype, to_device
+from deepinfer.ops.arithmetic import accumulation_dtype, to_device
 from deepinfer.ops.sampling import parts_of, penalise, row_bytes
 from deepinfer.request import SamplingParams
 

@@ -24,17 +24,26 @@ from deepinfer.executor.rules import PackedRows, TokenRules
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.inputs import LayerInputs
-from deepinfer.ops.quant import to_device
+from deepinfer.ops.arithmetic import to_device
 from deepinfer.ops.sampling import (
     RoundRows,
-    finite_logprobs,
+    is_finite,
     lay_out_rounds,
+    token_logprobs,
     top_logprobs,
     verify,
     verify_coupled,
 )
 from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, Round, StepPlan
+
+
+def finite_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities, NaN in rows with a logit that is not finite: each of their tokens depends on all of them.
+
+    Args and returns: as :func:`~deepinfer.ops.sampling.token_logprobs`.
+    """
+    return torch.where(is_finite(logits), token_logprobs(logits, ids), torch.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +92,8 @@ class Context:
     @classmethod
     def of(cls, aux: Tensor, inputs: LayerInputs) -> Context:
         """The rows of ``inputs``, the decoder half's, that a ring has room for; ``aux`` has a row for each."""
-        kept = inputs.ring_rows
-        return cls(aux=aux[kept], positions=inputs.positions[kept], slots=inputs.slots[inputs.requests[kept]])
+        kept = inputs.window
+        return cls(aux=aux[kept.rows], positions=inputs.positions[kept.rows], slots=kept.slots)
 
 
 class Speculator:

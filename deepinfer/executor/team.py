@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from deepinfer.ops.quant import threads
+from deepinfer.ops.arithmetic import threads
 
 BUSY_SHARE: Final = 0.15
 """Cores count as busy if threads that could run spend more than this share of the time without a core.  Idle cores show less than

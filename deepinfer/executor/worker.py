@@ -16,7 +16,7 @@ from deepinfer.executor.pictures import Features, Gallery, Picture
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules, rules_bytes
 from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
-from deepinfer.executor.speculate import Context, Speculator
+from deepinfer.executor.speculate import Context, Speculator, finite_logprobs
 from deepinfer.executor.team import Team
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
@@ -24,8 +24,8 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import ReplayMode, StepNumbers
 from deepinfer.model.vision import VisionTower
-from deepinfer.ops.quant import ROW_TILE, to_device
-from deepinfer.ops.sampling import WORKSPACE_BYTES, RoundRows, finite_logprobs, row_bytes
+from deepinfer.ops.arithmetic import ROW_TILE, to_device
+from deepinfer.ops.sampling import WORKSPACE_BYTES, RoundRows, row_bytes
 from deepinfer.request import SamplingParams
 from deepinfer.step import PLACEHOLDER, StepPlan
 

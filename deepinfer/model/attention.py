@@ -17,7 +17,7 @@ from deepinfer.model.inputs import LayerInputs
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import attention as ops
 from deepinfer.ops.norm import Rotation, qkv_norm
-from deepinfer.ops.quant import linear_fp8, linear_fp8_grouped, round_mxfp8
+from deepinfer.ops.quant import QuantisedRows, linear_fp8, linear_fp8_grouped, quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +75,9 @@ class Compressor:
         if self.ratio > 1:
             # The older half of a pair is the row before, or, for a request's first row, the state that an earlier step left.
             ring = cache.compressor(self.layer)
-            before = (inputs.positions - 1) % ring.shape[1]
-            is_first = (inputs.positions == inputs.starts[inputs.requests]).unsqueeze(1)
-            previous = torch.where(is_first, ring[inputs.slots[inputs.requests], before], raw.roll(1, 0))
-            kept = inputs.compressor_rows
-            ring[inputs.slots[inputs.requests[kept]], inputs.positions[kept] % ring.shape[1]] = raw[kept]
+            before = inputs.compressor_before
+            previous = before.gather(ring, raw)[before.rows[:, 0]]
+            inputs.compressor.write(ring, raw)
         main, index = ops.compress(raw, previous, self.weights, rotations.entries[self.ratio], self.dtype)
         where = inputs.store_rows[self.ratio]
         cache.main(self.layer)[where.pages, where.entries] = main
@@ -102,7 +100,7 @@ class Indexer:
         self.weights_proj = parameters.wide(f"{prefix}.indexer.weights_proj.weight")
 
     def __call__(
-        self, q_latent8: Tensor, x: Tensor, inputs: LayerInputs, cache: KVCache, rotation: Rotation, below: Choice | None
+        self, q_latent8: QuantisedRows, x: Tensor, inputs: LayerInputs, cache: KVCache, rotation: Rotation, below: Choice | None
     ) -> Choice:
         """Choose for every token; ``below`` brings the candidate blocks to layers above the candidate layer."""
         config = self.config
@@ -139,12 +137,12 @@ class Attention:
         self.indexer = Indexer(parameters, prefix, layer, config) if kind in ("full", "reindex") else None
 
     def __call__(
-        self, x: Tensor, x8: Tensor, inputs: LayerInputs, cache: KVCache, rotations: Rotations, below: Choice | None
+        self, x: Tensor, x8: QuantisedRows, inputs: LayerInputs, cache: KVCache, rotations: Rotations, below: Choice | None
     ) -> tuple[Tensor, Choice | None]:
         """Attend.
 
         Args:
-            x: [num_tokens, hidden] normed input; x8 the same on the MXFP8 grid.
+            x: [num_tokens, hidden] normed input; x8 the same, quantised.
             below: choice of the nearest choosing layer below.
 
         Returns:
@@ -162,18 +160,9 @@ class Attention:
             assert choice is not None, "a choosing layer ran at or below"
             store, rows = cache.main(config.kv_source(self.layer)), choice.rows
         q = linear_fp8(q_latent8, self.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
-        window = self._window(records, inputs, cache)
-        out = ops.sparse_attention(q, rotation, self.sinks, window, inputs.window_rows, store, inputs.page_ids, rows)
+        ring, before = cache.window(self.layer), inputs.window_before
+        window = before.gather(ring, records)
+        inputs.window.write(ring, records)
+        out = ops.sparse_attention(q, rotation, self.sinks, window, before.rows, store, inputs.page_ids, rows)
         z = linear_fp8_grouped(out.unflatten(1, (config.o_groups, -1)).flatten(2), self.wo_a)
-        return linear_fp8(round_mxfp8(z), self.wo_b), choice
-
-    def _window(self, records: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
-        """Earlier window records of each request, then the step's own [num_tokens, bytes]; stores what later steps need.
-
-        Earlier records are read before this step's are written: a long chunk overwrites the ring that its first tokens look at.
-        """
-        ring = cache.window(self.layer)
-        earlier = ring[inputs.slots.unsqueeze(1), inputs.earlier_positions % ring.shape[1]]
-        kept = inputs.ring_rows
-        ring[inputs.slots[inputs.requests[kept]], inputs.positions[kept] % ring.shape[1]] = records[kept]
-        return torch.cat([earlier.flatten(0, 1), records])
+        return linear_fp8(quantise(z), self.wo_b), choice

@@ -20,12 +20,12 @@ from deepinfer.config import QUANT_BLOCK, DraftSampling, ModelConfig
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.attention import Attention
 from deepinfer.model.flash import Flash
-from deepinfer.model.inputs import LayerInputs
+from deepinfer.model.inputs import LayerInputs, PreviousRows, RingRows
 from deepinfer.model.moe import MoE
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
 from deepinfer.ops.attention import Spans
-from deepinfer.ops.quant import PackedWeight, linear_fp8, repack_fp8, round_mxfp8, unpack
+from deepinfer.ops.quant import PackedWeight, linear_fp8, quantise, repack_fp8, unpack
 from deepinfer.ops.sampling import SamplingRows, is_finite, markov_step
 
 
@@ -114,12 +114,13 @@ class Drafter:
         Cost: two FP8 products, one write a stage; no host sync.
         """
         model, eps = self._model, self._model.config.rms_norm_eps
-        main8 = ops.norm8(linear_fp8(round_mxfp8(aux), self.main_proj), self.main_norm, eps)
+        main8 = ops.norm8(linear_fp8(quantise(aux), self.main_proj), self.main_norm, eps)
         rotation = ops.Rotation.at(positions, model.plain_frequencies)
         records = ops.context_records(linear_fp8(main8, self.wkv), self.kv_norms, rotation, eps)
+        rows = torch.arange(len(positions), device=positions.device)
+        where = RingRows(rows=rows, slots=slots, positions=positions % cache.layout.ring_tokens)
         for number, stage in enumerate(self.stages):
-            ring = cache.window(stage.layer)
-            ring[slots, positions % ring.shape[1]] = records[:, number]  # of slot 0, which belongs to nobody, for dropped rows
+            where.write(cache.window(stage.layer), records[:, number])
 
     def draft(
         self,
@@ -180,7 +181,7 @@ class Drafter:
         model, config = self._model, self._model.config
         token_ids = torch.full((anchors.shape[0], self.width), config.dspark_noise_token_id, device=model.device)
         token_ids[:, 0] = anchors
-        inputs = self._block_inputs(anchor_positions, slots, floors)
+        inputs = self._block_inputs(anchor_positions, slots, floors, cache.layout.ring_tokens)
         rotations = model.rotations(inputs)
         embedded = model.embedding[token_ids.flatten()]
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
@@ -206,12 +207,12 @@ class Drafter:
         shape = (anchors.shape[0], num_drafts)
         return hidden.unflatten(0, shape), base_logits.unflatten(0, shape)
 
-    def _block_inputs(self, anchor_positions: Tensor, slots: Tensor, floors: Tensor) -> LayerInputs:
+    def _block_inputs(self, anchor_positions: Tensor, slots: Tensor, floors: Tensor, ring_tokens: int) -> LayerInputs:
         """What a stage sees of the blocks.
 
-        ``window_rows`` [num_requests * width, sliding_window + width] names the same keys for all tokens of a block, out of the
-        ``sliding_window`` positions in front of the anchor and of the block itself.  No token of a block outlives the draft, so
-        nothing is kept or stored.
+        Rows of ``window_before`` [num_requests * width, sliding_window + width] name the same keys for all tokens of a block, out
+        of the ``sliding_window`` positions before the anchor and of the block itself.  No token of a block outlives the draft, so
+        nothing is written or stored.
         """
         device, reach = self._model.device, self._model.config.sliding_window
         num_requests = anchor_positions.shape[0]
@@ -223,6 +224,7 @@ class Drafter:
         block_rows = num_requests * reach + requests * self.width + offsets
         keys = torch.cat([context_rows, block_rows], dim=1)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
+        nowhere = RingRows(rows=nothing, slots=nothing, positions=nothing)
         return LayerInputs(
             positions=(anchor_positions.unsqueeze(1) + offsets).flatten(),
             requests=requests.expand(-1, self.width).flatten(),
@@ -231,10 +233,14 @@ class Drafter:
             slots=slots,
             starts=anchor_positions,
             page_ids=nothing,
-            window_rows=keys.unsqueeze(1).expand(-1, self.width, -1).flatten(0, 1),
-            earlier_positions=context,
-            ring_rows=nothing,
-            compressor_rows=nothing,
+            window=nowhere,
+            window_before=PreviousRows(
+                slots=slots.unsqueeze(1),
+                positions=context % ring_tokens,
+                rows=keys.unsqueeze(1).expand(-1, self.width, -1).flatten(0, 1),
+            ),
+            compressor=nowhere,
+            compressor_before=PreviousRows(slots=nothing.view(0, 1), positions=nothing.view(0, 1), rows=nothing.view(0, 1)),
             store_rows={},
         )
 

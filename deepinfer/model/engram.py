@@ -33,24 +33,16 @@ class History:
     def __init__(self, compression: Tensor, config: ModelConfig) -> None:
         """``compression`` [vocab_size] int64 maps token ids to compressed ids."""
         self.compression = compression
-        self.reach = config.engram_max_ngram_size
         self.image_token_id = config.image_token_id
 
     def __call__(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """[num_tokens, max_ngram] int64 ids at positions t, t-1, …; also remembers what later steps look back on."""
-        rows = inputs.encoder
-        ring = cache.lookback()
-        ring[inputs.restored_slots, inputs.restored_positions % ring.shape[1]] = self._compressed(inputs.restored_ids).int()
-        ids = self._compressed(inputs.token_ids)
-        slots, starts = rows.slots[rows.requests], rows.starts[rows.requests]
-        columns = [ids]
-        for shift in range(1, self.reach):
-            positions = rows.positions - shift
-            older = torch.where(positions >= starts, ids.roll(shift, 0), ring[slots, positions % ring.shape[1]])
-            columns.append(older.masked_fill_(positions < 0, ops.DEAD))
-        kept = inputs.lookback_rows
-        ring[slots[kept], rows.positions[kept] % ring.shape[1]] = ids[kept].int()
-        return torch.stack(columns, dim=1)
+        ring, before = cache.lookback(), inputs.lookback_before
+        inputs.restored.write(ring, self._compressed(inputs.restored_ids).int())
+        ids = self._compressed(inputs.token_ids).int()
+        known = before.gather(ring, ids).long()
+        inputs.lookback.write(ring, ids)
+        return known[before.rows].masked_fill_(before.rows < 0, ops.DEAD)
 
     def _compressed(self, token_ids: Tensor) -> Tensor:
         return torch.where(token_ids == self.image_token_id, ops.DEAD, self.compression[token_ids])

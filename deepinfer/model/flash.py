@@ -154,7 +154,7 @@ class Flash:
                 if not len(inputs.decoder.positions):
                     break
                 kept = inputs.decoder_rows
-                streams, x, x8, mix = streams[kept], x[kept], x8[kept], mix.rows(kept)
+                streams, x, x8, mix = streams[kept], x[kept], x8.rows(kept), mix.rows(kept)
                 now, rotations = inputs.decoder, self.rotations(inputs.decoder)
             if layer in self._targets:
                 aux[:, self._targets[layer]] = ops.mhc_collapse(streams, torch.full_like(mix.pre, 1 / config.hc_mult))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.kv.layout import KVLayout
+from deepinfer.ops.arithmetic import to_device
 from deepinfer.ops.attention import Span, Spans
-from deepinfer.ops.quant import to_device
 from deepinfer.ops.sampling import RoundRows
 from deepinfer.step import Chunk, Round, StepPlan
 
@@ -52,6 +53,57 @@ class StoreRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RingRows:
+    """Where the tokens of a step write what must outlive it, for one kind of ring.
+
+    No two tokens write to the same place, except in slot 0, which drops what is written.
+
+    Order: what a step needs of earlier tokens is gathered (:meth:`PreviousRows.gather`) before its own tokens are written,
+    because a long chunk overwrites entries that its first tokens look at.  A kernel may do both, in this order.
+
+    Attributes:
+        rows: [n] int64, rows of the step.
+        slots: [n] int64, of their requests.
+        positions: [n] int64, of the tokens, modulo the ring's length.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def write(self, ring: Tensor, values: Tensor) -> None:
+        """Write some of ``values`` [num_tokens, ...] into ``ring`` [num_slots, length, ...], same dtype."""
+        ring[self.slots, self.positions] = values[self.rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousRows:
+    """Where the tokens of a step find the tokens before them, for one kind of ring.
+
+    Both kinds of places stand in one list: [``reach`` earlier tokens of each request, out of the ring | the step's own tokens].
+
+    Attributes:
+        slots: [num_requests, 1] int64.
+        positions: [num_requests, reach] int64, of the last tokens before each request's first one in the step, modulo the ring's
+            length.
+        rows: [num_tokens, count] int64 into the list; -1 where there is no such token or it is not to be seen.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    rows: Tensor
+
+    def gather(self, ring: Tensor, own: Tensor) -> Tensor:
+        """The list that ``rows`` points into: [num_requests * reach + num_tokens, ...].
+
+        Args:
+            ring: [num_slots, length, ...], before :meth:`RingRows.write` of this step.
+            own: [num_tokens, ...] of the step, same dtype.
+        """
+        return torch.cat([ring[self.slots, self.positions].flatten(0, 1), own])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """Some rows of a step, seen by a layer.
 
@@ -65,10 +117,9 @@ class LayerInputs:
         spans: whose tokens the rows are, as far as the host knows.
         slots, starts: [num_requests] int64.
         page_ids: [num_step_pages] int64, the requests' pages one behind the other.
-        window_rows: [num_tokens, sliding_window] int64: row of each visible window key among [sliding_window - 1 earlier keys of
-            each request | this step's keys], -1 where there is none.
-        earlier_positions: [num_requests, sliding_window - 1] int64, the positions those earlier keys have (negative: none).
-        ring_rows, compressor_rows: [n] int64, rows whose state must outlive the step in each kind of ring.
+        window, compressor: where window keys and raw compressor rows are written.
+        window_before: [num_tokens, sliding_window] rows of each token's window keys, itself last; reach sliding_window - 1.
+        compressor_before: [num_tokens, 1] rows of the token before; reach 1.
         store_rows: compress ratio -> addresses.
     """
 
@@ -79,10 +130,10 @@ class LayerInputs:
     slots: Tensor
     starts: Tensor
     page_ids: Tensor
-    window_rows: Tensor
-    earlier_positions: Tensor
-    ring_rows: Tensor
-    compressor_rows: Tensor
+    window: RingRows
+    window_before: PreviousRows
+    compressor: RingRows
+    compressor_before: PreviousRows
     store_rows: Mapping[int, StoreRows]
 
 
@@ -94,8 +145,11 @@ class StepInputs:
         token_ids: [num_tokens] int64.
         image_rows: [num_image_rows] int64 rows whose embedding comes from the vision tower, or None.
         image_embeddings: [num_image_rows, hidden], or None.
-        lookback_rows: [n] int64, rows whose compressed ids must outlive the step.
-        restored_slots, restored_positions, restored_ids: [n] int64, tokens before the step that a slot must remember first.
+        restored: where the ring of compressed ids gets tokens before the step, which a slot must remember first; its rows are
+            those of ``restored_ids``.
+        restored_ids: [n] int64 their token ids.
+        lookback: where compressed ids are written.
+        lookback_before: [num_tokens, engram_max_ngram_size] rows of each token's last ids, itself first; reach one less.
         encoder: all rows.
         decoder: the rows of the decoder half; the same object where there is no difference.
         decoder_rows: [num_decoder_rows] int64 which rows of the step those are, or None for all.
@@ -105,10 +159,10 @@ class StepInputs:
     token_ids: Tensor
     image_rows: Tensor | None
     image_embeddings: Tensor | None
-    lookback_rows: Tensor
-    restored_slots: Tensor
-    restored_positions: Tensor
+    restored: RingRows
     restored_ids: Tensor
+    lookback: RingRows
+    lookback_before: PreviousRows
     encoder: LayerInputs
     decoder: LayerInputs
     decoder_rows: Tensor | None
@@ -211,8 +265,12 @@ class StepNumbers:
         """
         assert (rounds is None) != self._has_rounds, "rounds have rows"
         there = dict(zip(self._lens, packed.split(list(self._lens.values())), strict=True))
-        encoder = self._encoder.derive(there, rounds, self._config, self._layout)
+        config, layout = self._config, self._layout
+        tokens = self._encoder.tokens(there, rounds)
+        encoder = decoder = self._encoder.derive(there, tokens, rounds, config, layout)
         is_same = self._decoder is self._encoder
+        if not is_same:
+            decoder = self._decoder.derive(there, self._decoder.tokens(there, rounds), rounds, config, layout)
         ids = there["token_ids"]
         if rounds is not None:
             ids = torch.cat([ids, rounds.token_ids])
@@ -224,12 +282,16 @@ class StepNumbers:
             token_ids=ids,
             image_rows=there["image_rows"] if image_embeddings is not None else None,
             image_embeddings=image_embeddings,
-            lookback_rows=there["lookback_rows"],
-            restored_slots=there["restored_slots"],
-            restored_positions=there["restored_positions"],
+            restored=RingRows(
+                rows=torch.arange(len(there["restored_ids"]), device=packed.device),
+                slots=there["restored_slots"],
+                positions=there["restored_positions"] % layout.lookback_ring,
+            ),
             restored_ids=there["restored_ids"],
+            lookback=tokens.kept(there["lookback_rows"], layout.lookback_ring),
+            lookback_before=tokens.before(range(0, -config.engram_max_ngram_size, -1), layout.lookback_ring),
             encoder=encoder,
-            decoder=encoder if is_same else self._decoder.derive(there, rounds, self._config, self._layout),
+            decoder=decoder,
             decoder_rows=None if is_same else there["decoder_rows"],
             logit_rows=there["logit_rows"],
         )
@@ -242,6 +304,44 @@ class _Transfer(dict[str, npt.ArrayLike]):
         """All in one buffer [n] int64, one behind the other, and how many each name has."""
         arrays = {name: np.asarray(values, dtype=np.int64) for name, values in self.items()}
         return torch.from_numpy(np.concatenate(list(arrays.values()))), {name: len(array) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """Whose tokens some rows of a step are, on the device.
+
+    Attributes:
+        positions, requests: [num_tokens] int64.
+        slots, starts, first_rows: [num_requests] int64; the first row of each request among these rows.
+    """
+
+    positions: Tensor
+    requests: Tensor
+    slots: Tensor
+    starts: Tensor
+    first_rows: Tensor
+
+    def kept(self, rows: Tensor, length: int) -> RingRows:
+        """Where ``rows`` [n] int64 are written into rings of ``length`` entries."""
+        return RingRows(rows=rows, slots=self.slots[self.requests[rows]], positions=self.positions[rows] % length)
+
+    def before(self, offsets: range, length: int, floors: Tensor | None = None) -> PreviousRows:
+        """Where each token finds the tokens at ``offsets`` from it (0 is itself), out of rings of ``length`` entries.
+
+        Args:
+            floors: [num_requests] int64, the first position that a request's tokens see; None for 0.
+        """
+        reach, device = -min(offsets), self.positions.device
+        start, first = (each[self.requests].unsqueeze(1) for each in (self.starts, self.first_rows))
+        wanted = self.positions.unsqueeze(1) + torch.arange(offsets.start, offsets.stop, offsets.step, device=device)
+        own = len(self.slots) * reach + first + wanted - start
+        earlier = self.requests.unsqueeze(1) * reach + wanted - start + reach
+        floor = 0 if floors is None else floors[self.requests].unsqueeze(1)
+        return PreviousRows(
+            slots=self.slots.unsqueeze(1),
+            positions=(self.starts.unsqueeze(1) + torch.arange(-reach, 0, device=device)) % length,
+            rows=torch.where(wanted >= start, own, earlier).masked_fill_(wanted < floor, -1),
+        )
 
 
 class _LayerNumbers:
@@ -265,7 +365,6 @@ class _LayerNumbers:
         num_pages = spans[-1].first_page + spans[-1].num_pages if spans else 0
         self.round_pages = tuple(len(each.page_ids) for each in rounds)
         self._name = name
-        self._num_requests = len(chunks) + len(rounds) + bool(rounds)
         requests: tuple[Chunk | Round, ...] = (*self.chunks, *rounds)
         nobody = [0] if rounds else []
         nobodys_page = [[0]] if rounds else []
@@ -292,29 +391,32 @@ class _LayerNumbers:
         """What :meth:`derive` depends on, apart from numbers."""
         return self.chunk_spans, self.round_pages, self.num_chunk_rows
 
-    def derive(self, there: Mapping[str, Tensor], rounds: RoundRows | None, config: ModelConfig, layout: KVLayout) -> LayerInputs:
-        def column(name: str) -> Tensor:
-            return there[f"{self._name}.{name}"]
+    def _column(self, there: Mapping[str, Tensor], name: str) -> Tensor:
+        return there[f"{self._name}.{name}"]
 
-        positions, requests, starts, page_ids = (column(name) for name in ("positions", "requests", "starts", "page_ids"))
-        first_rows, round_rows, device = column("first_rows"), positions.new_empty(0, 0), positions.device
+    def tokens(self, there: Mapping[str, Tensor], rounds: RoundRows | None) -> _Tokens:
+        """Whose tokens the rows are, those of rounds included."""
+        names = ("positions", "requests", "slots", "starts", "first_rows")
+        positions, requests, slots, starts, first_rows = (self._column(there, name) for name in names)
         if rounds is not None:
-            num_rows = self.num_chunk_rows + len(rounds.positions)
             nobody = starts.new_zeros(1)
-            places = torch.arange(rounds.width, device=device)
-            round_rows = self.num_chunk_rows + rounds.first_rows.unsqueeze(1) + places
-            round_rows = torch.where(places <= rounds.lens.unsqueeze(1), round_rows, num_rows)
             positions = torch.cat([positions, rounds.positions])
             requests = torch.cat([requests, len(self.chunks) + rounds.owners])
             starts = torch.cat([starts, rounds.starts, nobody])
             first_rows = torch.cat([first_rows, self.num_chunk_rows + rounds.first_rows, nobody])
-        # Window keys: the earlier ones of each request, then the step's own.
-        reach = config.sliding_window - 1
-        start, first, floor = (each[requests].unsqueeze(1) for each in (starts, first_rows, column("window_floors")))
-        key_positions = positions.unsqueeze(1) + torch.arange(-reach, 1, device=device)
-        own = self._num_requests * reach + first + key_positions - start
-        earlier = requests.unsqueeze(1) * reach + key_positions - start + reach
-        window_rows = torch.where(key_positions >= start, own, earlier).masked_fill_(key_positions < floor, -1)
+        return _Tokens(positions=positions, requests=requests, slots=slots, starts=starts, first_rows=first_rows)
+
+    def derive(
+        self, there: Mapping[str, Tensor], tokens: _Tokens, rounds: RoundRows | None, config: ModelConfig, layout: KVLayout
+    ) -> LayerInputs:
+        """The inputs of these rows, whose ``tokens`` are those of :meth:`tokens`."""
+        column = partial(self._column, there)
+        positions, requests, page_ids = tokens.positions, tokens.requests, column("page_ids")
+        round_rows = positions.new_empty(0, 0)
+        if rounds is not None:
+            places = torch.arange(rounds.width, device=positions.device)
+            round_rows = self.num_chunk_rows + rounds.first_rows.unsqueeze(1) + places
+            round_rows = torch.where(places <= rounds.lens.unsqueeze(1), round_rows, len(positions))
 
         store_rows = {}
         first_pages, write_floors = column("first_pages")[requests], column("write_floors")[requests]
@@ -337,13 +439,13 @@ class _LayerNumbers:
                 round_rows=round_rows,
                 positions=positions,
             ),
-            slots=column("slots"),
-            starts=starts,
+            slots=tokens.slots,
+            starts=tokens.starts,
             page_ids=page_ids,
-            window_rows=window_rows,
-            earlier_positions=starts.unsqueeze(1) + torch.arange(-reach, 0, device=device),
-            ring_rows=column("ring_rows"),
-            compressor_rows=column("compressor_rows"),
+            window=tokens.kept(column("ring_rows"), layout.ring_tokens),
+            window_before=tokens.before(range(1 - config.sliding_window, 1), layout.ring_tokens, column("window_floors")),
+            compressor=tokens.kept(column("compressor_rows"), layout.compressor_ring),
+            compressor_before=tokens.before(range(-1, 0), layout.compressor_ring),
             store_rows=store_rows,
         )
 

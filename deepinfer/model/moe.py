@@ -7,6 +7,7 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import moe as ops
+from deepinfer.ops.quant import QuantisedRows
 
 
 class MoE:
@@ -41,11 +42,11 @@ class MoE:
         self.shared_w13 = parameters.fp8(f"{prefix}.shared_experts.w1", f"{prefix}.shared_experts.w3")
         self.shared_w2 = parameters.fp8(f"{prefix}.shared_experts.w2")
 
-    def __call__(self, x: Tensor, x8: Tensor, is_image: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, x8: QuantisedRows, is_image: Tensor) -> Tensor:
         """Route and compute.
 
         Args:
-            x: [num_tokens, hidden] normed input; x8 the same on the MXFP8 grid.
+            x: [num_tokens, hidden] normed input; x8 the same, quantised.
             is_image: [num_tokens] bool.
 
         Returns:

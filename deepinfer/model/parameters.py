@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
-from deepinfer.ops import quant
+from deepinfer.ops import arithmetic, quant
 from deepinfer.ops.norm import HyperWeights
 from deepinfer.ops.quant import PackedWeight
 
@@ -43,7 +43,7 @@ class Parameters:
     @property
     def gemm_dtype(self) -> torch.dtype:
         """Of dequantised weights."""
-        return torch.float64 if self.exact else quant.gemm_dtype(self.device)
+        return torch.float64 if self.exact else arithmetic.gemm_dtype(self.device)
 
     def stored(self, name: str) -> Tensor:
         """A tensor as stored, on the device."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import vision
-from deepinfer.ops.quant import rms_norm
+from deepinfer.ops.arithmetic import rms_norm
 
 
 class VisionTower:

@@ -3,8 +3,8 @@
 Tests of a backend compare it with the reference on these cases; timings of an operator take the same ones with more rows.  Sizes
 come from a model's configuration, so that one table serves the miniature on a CPU and kernels that are built for one shape.
 
-Numbers are drawn on the CPU and then moved: a seed means the same arguments on every device.  Weights are packed by the bound
-backend, everything else is rounded by the reference, so that two backends see equal values in layouts of their own.
+Numbers are drawn on the CPU and then moved: a seed means the same arguments on every device.  Weights are packed and activations
+quantised by the bound backend, out of numbers that the reference rounds: two backends see equal values in layouts of their own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig, VisionConfig, engram_primes
-from deepinfer.ops import attention, engram, moe, norm, quant, sampling, vision
+from deepinfer.ops import arithmetic, attention, engram, moe, norm, quant, sampling, vision
 from deepinfer.ops.op import Op
 
 Arguments: TypeAlias = dict[str, Any]
 """Keyword arguments of one call."""
 
-NUM_ROWS = {"one row": 1, "odd rows": 7, "a tile and a row": quant.ROW_TILE + 1, "tiles": 3 * quant.ROW_TILE}
+NUM_ROWS = {"one row": 1, "odd rows": 7, "a tile and a row": arithmetic.ROW_TILE + 1, "tiles": 3 * arithmetic.ROW_TILE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +73,9 @@ class Draw:
         """int64 in [low, high)."""
         return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
-    def on_grid(self, *shape: int) -> Tensor:
-        """Activations on the MXFP8 grid."""
-        rounded: Tensor = quant.round_mxfp8.reference(self.normal(*shape))
-        return rounded
+    def quantised(self, *shape: int) -> quant.QuantisedRows:
+        """Quantised activations: numbers on the grid of the reference, in the layout of the bound backend."""
+        return quant.quantise(quant.round_mxfp8(self.normal(*shape)))
 
     def _packed(self, pack: Callable[[Tensor], tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         codes, scale = pack(self.normal(*shape, dtype=torch.float32) / math.sqrt(shape[-1]))
@@ -85,7 +84,7 @@ class Draw:
     @property
     def gemm_dtype(self) -> torch.dtype:
         """Of dequantised weights."""
-        return torch.float64 if self.dtype == torch.float64 else quant.gemm_dtype(self.device)
+        return torch.float64 if self.dtype == torch.float64 else arithmetic.gemm_dtype(self.device)
 
     def fp8(self, *shape: int) -> quant.PackedWeight:
         """An FP8 matrix."""
@@ -130,9 +129,11 @@ class Case:
 
 
 def tensors(value: object) -> list[Tensor]:
-    """All tensors of an argument or a result, in order: of a tuple, of a dict, of a dataclass."""
+    """All tensors of an argument or a result, in order: of a tuple, of a dict, of a dataclass; values of quantised rows."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, quant.QuantisedRows):
+        return [value.values()]
     if isinstance(value, dict):
         return [tensor for each in value.values() for tensor in tensors(each)]
     if isinstance(value, tuple):
@@ -146,6 +147,8 @@ def _pick(value: object, index: Tensor) -> object:
     """Rows of a tensor, or of every tensor of a dataclass."""
     if isinstance(value, Tensor):
         return value[index]
+    if isinstance(value, quant.QuantisedRows):
+        return value.rows(index)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **{name: _pick(each, index) for name, each in fields.items()})
@@ -185,36 +188,20 @@ def _edges(draw: Draw, width: int) -> Tensor:
     return torch.stack(edges).to(draw.device, draw.dtype)
 
 
-def _quantiser_cases(op: Op[..., Any], width_of: Callable[[ModelConfig], int]) -> Iterator[Case]:
-    """Cases of an operator that takes rows x and nothing else."""
-
+def _quantiser_cases() -> Iterator[Case]:
     def plain(draw: Draw, num_rows: int) -> Arguments:
-        return {"x": draw.normal(num_rows, width_of(draw.config))}
+        return {"x": draw.normal(num_rows, draw.config.hidden_size)}
 
     def strided(draw: Draw, num_rows: int) -> Arguments:
-        width = width_of(draw.config)
+        width = draw.config.hidden_size
         return {"x": draw.normal(num_rows, 2 * width)[:, width:]}
 
-    def stacked(draw: Draw, num_rows: int) -> Arguments:
-        return {"x": draw.normal(num_rows, 3, width_of(draw.config))}
-
-    yield from _sizes(op, plain, rows("x"))
-    yield Case(op=op, name="part of wider rows", build=strided, num_rows=7, take=rows("x"))
-    yield Case(op=op, name="three dims", build=stacked, num_rows=7, take=rows("x"))
-    yield Case(op=op, name="edges", build=lambda draw, _: {"x": _edges(draw, width_of(draw.config))}, num_rows=10, take=rows("x"))
-
-
-def _decoder_cases(op: Op[..., Any], encode: Op[..., Any], width_of: Callable[[ModelConfig], int], width: str) -> Iterator[Case]:
-    def plain(draw: Draw, num_rows: int) -> Arguments:
-        size = width_of(draw.config)
-        return {"records": encode.reference(draw.normal(num_rows, size)), width: size, "dtype": draw.wide}
-
     def edges(draw: Draw, _: int) -> Arguments:
-        size = width_of(draw.config)
-        return {"records": encode.reference(_edges(draw, size)), width: size, "dtype": draw.wide}
+        return {"x": _edges(draw, draw.config.hidden_size)}
 
-    yield from _sizes(op, plain, rows("records"))
-    yield Case(op=op, name="edges", build=edges, num_rows=10, take=rows("records"))
+    yield from _sizes(quant.quantise, plain, rows("x"))
+    yield Case(op=quant.quantise, name="part of wider rows", build=strided, num_rows=7, take=rows("x"))
+    yield Case(op=quant.quantise, name="edges", build=edges, num_rows=10, take=rows("x"))
 
 
 def _weight_cases() -> Iterator[Case]:
@@ -237,7 +224,7 @@ def _product_cases() -> Iterator[Case]:
     def fp8(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
         weight = draw.fp8(config.q_lora_rank + config.head_dim, config.hidden_size)
-        return {"x": draw.on_grid(num_rows, config.hidden_size), "weight": weight}
+        return {"x8": draw.quantised(num_rows, config.hidden_size), "weight": weight}
 
     def grouped(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
@@ -245,23 +232,12 @@ def _product_cases() -> Iterator[Case]:
         weight = draw.fp8(config.o_groups * config.o_lora_rank, in_width)
         return {"x": draw.normal(num_rows, config.o_groups, in_width), "weight": weight}
 
-    def bf16(draw: Draw, num_rows: int) -> Arguments:
-        config = draw.config
-        return {"x": draw.normal(num_rows, config.hidden_size), "weight": draw.weight(config.vocab_size, config.hidden_size)}
-
-    yield from _sizes(quant.linear_fp8, fp8, rows("x"))
+    yield from _sizes(quant.linear_fp8, fp8, rows("x8"))
     yield from _sizes(quant.linear_fp8_grouped, grouped, rows("x"))
-    yield from _sizes(quant.linear_bf16, bf16, rows("x"))
 
 
 def _quant_cases() -> Iterator[Case]:
-    for op in (quant.quantize_mxfp8, quant.quantize_fp8, quant.round_mxfp8, quant.round_mxfp4):
-        yield from _quantiser_cases(op, lambda config: config.hidden_size)
-    for encode, decode in ((quant.encode_window, quant.decode_window), (quant.encode_main, quant.decode_main)):
-        yield from _quantiser_cases(encode, lambda config: config.head_dim)
-        yield from _decoder_cases(decode, encode, lambda config: config.head_dim, "head_dim")
-    yield from _quantiser_cases(quant.encode_index, lambda config: config.index_head_dim)
-    yield from _decoder_cases(quant.decode_index, quant.encode_index, lambda config: config.index_head_dim, "index_head_dim")
+    yield from _quantiser_cases()
     yield from _weight_cases()
     yield from _product_cases()
 
@@ -446,14 +422,14 @@ def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Argument
     if has_ties:
         q[..., 2:] = 0
         head_weights = head_weights.round()
-    records = quant.encode_index.reference(draw.normal((num_pages + 1) * page_entries, config.index_head_dim))
+    records = quant.encode_index(draw.normal((num_pages + 1) * page_entries, config.index_head_dim))
     split = config.index_head_dim // 2
     # Both parts lie in one pool, values of a page before its scales, so that neither is contiguous.
     by_page = records.unflatten(0, (num_pages + 1, page_entries))
     pool = torch.cat([by_page[..., :split].flatten(1), by_page[..., split:].flatten(1)], dim=1)
     border = page_entries * split
     return {
-        "q": quant.round_mxfp4.reference(q),
+        "q": quant.round_mxfp4(q),
         "head_weights": head_weights,
         "store": attention.IndexStore(
             values=pool[:, :border].unflatten(1, (page_entries, split)),
@@ -471,7 +447,7 @@ def _index_cases() -> Iterator[Case]:
     def query(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
         return {
-            "q_latent8": draw.on_grid(num_rows, config.q_lora_rank),
+            "q_latent8": draw.quantised(num_rows, config.q_lora_rank),
             "x": draw.normal(num_rows, config.hidden_size),
             "wq_b": draw.fp8(config.index_n_heads * config.index_head_dim, config.q_lora_rank),
             "weights_proj": draw.weight(config.index_n_heads, config.hidden_size),
@@ -489,7 +465,7 @@ def _index_cases() -> Iterator[Case]:
         arguments = blocks(draw, num_rows, has_ties)
         chosen = attention.index_blocks.reference(**arguments)[1]
         del arguments["top_blocks"]
-        other_query = quant.round_mxfp4.reference(arguments["q"].flip(-1))  # the layer above asks otherwise
+        other_query = quant.round_mxfp4(arguments["q"].flip(-1))  # the layer above asks otherwise
         return arguments | {"blocks": chosen, "q": other_query}
 
     yield from _sizes(attention.index_query, query, rows("q_latent8", "x", "rotation"))
@@ -507,7 +483,7 @@ def _attention_cases() -> Iterator[Case]:
         """``num_pages`` entries pages (0: a window-only layer); lists are full, or of random length with some empty."""
         config = draw.config
         page_entries, reach = config.sliding_window, config.sliding_window
-        record_pool = quant.encode_main.reference(draw.normal((num_pages + 1) * page_entries, config.head_dim))
+        record_pool = quant.encode_main(draw.normal((num_pages + 1) * page_entries, config.head_dim))
         pool = torch.nn.functional.pad(record_pool.unflatten(0, (num_pages + 1, page_entries)).flatten(1), (0, 64))
         store = pool[:, :-64].unflatten(1, (page_entries, -1)) if num_pages else None
         num_keys = reach - 1 + num_rows
@@ -530,7 +506,7 @@ def _attention_cases() -> Iterator[Case]:
             "q": draw.normal(num_rows, config.num_attention_heads, config.head_dim),
             "rotation": draw.rotation(num_rows),
             "sinks": draw.normal(config.num_attention_heads, dtype=draw.wide),
-            "window": quant.encode_window.reference(draw.normal(num_keys, config.head_dim)),
+            "window": quant.encode_window(draw.normal(num_keys, config.head_dim)),
             "window_rows": window_rows,
             "store": store,
             "page_ids": 1 + torch.randperm(num_pages, generator=draw.generator).to(draw.device),
@@ -547,7 +523,7 @@ def _attention_cases() -> Iterator[Case]:
         context = torch.where(context >= draw.integers(0, reach + 1, num_blocks)[block], context, -1)
         own = reach + block * width + torch.arange(width, device=draw.device)
         arguments = attend(draw, num_rows, 0, True)
-        window = quant.encode_window.reference(draw.normal(reach + num_blocks * width, config.head_dim))
+        window = quant.encode_window(draw.normal(reach + num_blocks * width, config.head_dim))
         return arguments | {"window": window, "window_rows": torch.cat([context, own], dim=1)}
 
     take = rows("q", "rotation", "window_rows", "entry_rows")
@@ -646,7 +622,7 @@ def _moe_cases() -> Iterator[Case]:
         config = draw.config
         hidden, inter, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
         return {
-            "x8": draw.on_grid(num_rows, hidden),
+            "x8": draw.quantised(num_rows, hidden),
             "expert_weights": draw.uniform(num_rows, config.num_experts_per_tok),
             "picks": moe.plan.reference(expert_ids(draw, num_rows, is_skewed), count),
             "w13": draw.fp4(count, 2 * inter, hidden),
@@ -658,7 +634,7 @@ def _moe_cases() -> Iterator[Case]:
         config = draw.config
         hidden, inter = config.hidden_size, config.moe_intermediate_size
         weights = {"w13": draw.fp8(2 * inter, hidden), "w2": draw.fp8(hidden, inter)}
-        return {"x8": draw.on_grid(num_rows, hidden), **weights, "limit": config.swiglu_limit}
+        return {"x8": draw.quantised(num_rows, hidden), **weights, "limit": config.swiglu_limit}
 
     def combine(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
@@ -712,19 +688,6 @@ def _sampling_cases() -> Iterator[Case]:
     def head(draw: Draw, num_rows: int) -> Arguments:
         config = draw.config
         return {"x": draw.normal(num_rows, config.hidden_size), "head": draw.weight(config.vocab_size, config.hidden_size)}
-
-    def process(draw: Draw, num_rows: int, filters: bool = True, has_ties: bool = False) -> Arguments:
-        mask = draw.uniform(num_rows, draw.config.vocab_size) < 0.5
-        mask[:, 7] = True
-        return {
-            "logits": scores(draw, num_rows, has_ties),
-            "rows": _sampling_rows(draw, num_rows, filters=filters),
-            "bias": draw.normal(num_rows, draw.config.vocab_size, dtype=torch.float32) if filters and not has_ties else None,
-            "mask": mask if filters else None,
-        }
-
-    def sample(draw: Draw, num_rows: int, filters: bool = True, has_ties: bool = False) -> Arguments:
-        return process(draw, num_rows, filters, has_ties) | {"positions": draw.integers(0, 2**20, num_rows)}
 
     def penalise(draw: Draw, num_rows: int) -> Arguments:
         vocab = draw.config.vocab_size
@@ -797,11 +760,6 @@ def _sampling_cases() -> Iterator[Case]:
         }
 
     yield from _sizes(sampling.logits, head, rows("x"))
-    processed, sampled = rows("logits", "rows", "bias", "mask"), rows("logits", "rows", "bias", "mask", "positions")
-    for op, build, take in ((sampling.process_logits, process, processed), (sampling.sample, sample, sampled)):
-        yield from _sizes(op, build, take)
-        yield Case(op=op, name="no filters", build=partial(build, filters=False), num_rows=17, take=take)
-        yield Case(op=op, name="ties", build=partial(build, has_ties=True), num_rows=17, take=take)
     penalised = rows("logits", "output_counts", "prompt_seen", "repetition", "frequency", "presence")
     yield from _sizes(sampling.penalise, penalise, penalised)
     yield from _sizes(sampling.token_logprobs, logprobs, rows("logits", "ids"))

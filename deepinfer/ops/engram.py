@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.ops.op import op
-from deepinfer.ops.quant import rms_scale, row_sum, sigmoid, unpack_table
+from deepinfer.ops.arithmetic import rms_scale, row_sum, sigmoid
+from deepinfer.ops.op import Codes, op
+from deepinfer.ops.quant import QuantisedRows, RoundedRows, unpack_table
 
 DEAD = -1
 """In a list of compressed ids: no token there, or an image position."""
@@ -40,9 +41,10 @@ def engram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tenso
     return torch.cat(columns, dim=1)
 
 
-@op(tolerance=0.0)
-def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantised table rows, concatenated.
+# Share 0: the table's codes are copied.
+@op(tolerance=Codes("mxfp8", share=0.0))
+def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> QuantisedRows:
+    """Table rows, concatenated.
 
     Args:
         codes: [table_rows, dim] float8_e4m3fn.
@@ -51,11 +53,11 @@ def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
         dtype: of the activations.
 
     Returns:
-        [num_tokens, num_columns * dim]; on the MXFP8 grid, since a table's scales are never above those of its own values.
+        [num_tokens, num_columns * dim] quantised, since a table's scales are never above those of its own values.
     """
     flat = rows.flatten()
     picked = unpack_table(codes.view(torch.uint8)[flat].view(codes.dtype), scale[flat], dtype)
-    return picked.view(rows.shape[0], -1)
+    return RoundedRows(picked.view(rows.shape[0], -1))
 
 
 @op(tolerance=4e-3)

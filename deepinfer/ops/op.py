@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 from deepinfer.errors import ConfigError
 
@@ -23,6 +24,37 @@ REFERENCE = "torch"
 _REGISTRY: dict[str, Op] = {}  # type: ignore[type-arg]
 _log = logging.getLogger(__name__)
 
+CodeFormat = Literal["mxfp8", "mxfp4", "window", "main", "index"]
+"""What a result of codes is: quantised activations (``mxfp8``), values on the grid of index queries (``mxfp4``), or a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The tolerance of a result whose elements are codes of a number format: few elements differ, each by one code.
+
+    A rounding turns the smallest difference before it into a whole step.  So a distance says nothing about such a result; how
+    many elements differ does.
+
+    One code is one step of the format at the element.  Steps of E4M3 grow with the element; its smallest step is that of the
+    block's scale.  Quantised activations may have one scale per 128 elements instead of one per 32: a coarser scale only loses
+    small elements.  Elements below 2^-6 of the coarser scale are therefore not counted, but they too differ by one step of that
+    scale at most.  A record's scales are part of the format and do not differ, except where rounding decides: a power of two
+    where the block's largest element lies on the border of two scales, an E4M3 scale by one code in the same share of blocks.
+
+    Attributes:
+        format: of the result.
+        share: of the elements that may differ; one element may, however few there are, unless the share is 0.
+    """
+
+    format: CodeFormat
+    share: float
+
+
+Tolerance: TypeAlias = float | Codes
+"""A number is the largest difference relative to the row's RMS, beyond one step of the result's dtype; 0 means equal bits.
+
+The step belongs to the rounding of the result: a difference before it, however small, may turn it the other way."""
+
 
 class Op(Generic[P, R]):
     """One operator; calls go to the bound implementation.
@@ -30,11 +62,11 @@ class Op(Generic[P, R]):
     Attributes:
         name: ``family.function``.
         reference: the decorated torch body.
-        tolerance: largest difference a backend may show, relative to the row's RMS; 0 means bit-equal.
+        tolerance: how far a backend may be from the reference: one for all outputs, or one for each.
         implementations: backend name -> body.
     """
 
-    def __init__(self, body: Callable[P, R], tolerance: float) -> None:
+    def __init__(self, body: Callable[P, R], tolerance: Tolerance | tuple[Tolerance, ...]) -> None:
         functools.update_wrapper(self, body)
         self.name = f"{body.__module__.rsplit('.', 1)[-1]}.{body.__name__}"
         self.reference = body
@@ -61,8 +93,8 @@ class Op(Generic[P, R]):
         self._bound = self.implementations[backend]
 
 
-def op(*, tolerance: float) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a torch function an operator; ``tolerance`` is relative to a row's RMS and justified beside the body."""
+def op(*, tolerance: Tolerance | tuple[Tolerance, ...]) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a torch function an operator; ``tolerance`` (a tuple if outputs differ in it) is justified beside the body."""
 
     def wrap(body: Callable[P, R]) -> Op[P, R]:
         made = Op(body, tolerance)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling
+from deepinfer.ops.arithmetic import accumulation_dtype, linear_bf16, matmul_rows, row_sum, sigmoid
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import accumulation_dtype, linear_bf16, matmul_rows, row_sum, sigmoid
 from deepinfer.request import GREEDY_TEMPERATURE
 
 LOGPROB_FLOOR: Final = -9999.0
@@ -206,7 +206,22 @@ def _best(logits: Tensor) -> Tensor:
 
 
 def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Body of :func:`process_logits`."""
+    """The target distribution of every row, as logits: bias, mask, temperature, min-p, top-k, top-p, in this order.
+
+    Each filter works on what the one before has left, renormalised.  Equal logits at a border are kept by lower id, so top-k
+    keeps exactly k.  top-p keeps the shortest best-first list that reaches top_p.  A greedy row is only biased and masked.
+
+    Args:
+        logits: [num_logits, vocab], any float type.
+        rows: one row of parameters for each row of logits.
+        bias: [num_logits, vocab] fp32 to add, or None.
+        mask: [num_logits, vocab] bool, True = allowed, at least one a row, or None.
+
+    Returns:
+        [num_logits, vocab] fp32 (fp64 for fp64 logits), -inf where removed.
+
+    Source: p = softmax of the row is what :func:`_draw` draws from and :func:`verify` accepts by.
+    """
     logits = logits.to(accumulation_dtype(logits))
     if bias is not None:
         logits = logits + bias
@@ -236,13 +251,18 @@ def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tens
 
 
 def _draw(processed: Tensor, rows: SamplingRows, positions: Tensor, stream: int = EMIT_STREAM, draft_idx: int = 0) -> Tensor:
-    """Draw a token a row, or take the best of a greedy one.
+    """Draw one token a row by the Gumbel-max rule; greedy rows take the best token, equal ones by lower id.
+
+    *Plain sampling* is this draw out of :func:`_process`, with the noise of EMIT_STREAM at the decided position.
 
     Args:
         processed: [n, vocab] logits or log weights; they need not be normalised.
+        positions: [n] int, decided positions.
 
     Returns:
         [n] int64.
+
+    Source: argmax_v(log p(v) + g(v)) with Gumbel noise g is a draw from p.
     """
     noise = gumbel_noise(rows.seeds, positions, stream, draft_idx, processed.shape[-1])
     return _best(processed.double() + torch.where(rows.greedy[:, None], 0.0, noise))
@@ -294,7 +314,7 @@ def _emission_weights(logits: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
 
     Returns:
         [n, vocab] fp64: log max(p - q, 0) after a rejection; the logits as they are otherwise, so that the draw is the very
-        one of :func:`sample`, and where the residual has no mass to speak of.
+        one of plain sampling, and where the residual has no mass to speak of.
     """
     residual = (torch.exp(_log_softmax(logits)) - q).clamp_min(0.0)
     usable = rejected & (row_sum(residual)[..., 0] > DEGENERATE_MASS)
@@ -372,73 +392,13 @@ def penalise(
     return torch.where(is_output, logits - output_counts.to(dtype) * frequency - presence, logits)
 
 
-# 1e-6: one fp32 addition and one division.  Which tokens survive is exact unless the mass before a token is within fp64
-# rounding of top_p.
-@op(tolerance=1e-6)
-def process_logits(logits: Tensor, rows: SamplingRows, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """The target distribution of every row, as logits: bias, mask, temperature, min-p, top-k, top-p, in this order.
-
-    Each filter works on what the one before has left, renormalised.  Equal logits at a border are kept by lower id, so top-k
-    keeps exactly k.  top-p keeps the shortest best-first list that reaches top_p.  A greedy row is only biased and masked.
-
-    Args:
-        logits: [num_logits, vocab], any float type.
-        rows: one row of parameters for each row of logits.
-        bias: [num_logits, vocab] fp32 to add, or None.
-        mask: [num_logits, vocab] bool, True = allowed, at least one a row, or None.
-
-    Returns:
-        [num_logits, vocab] fp32 (fp64 for fp64 logits), -inf where removed.
-
-    Source: p = softmax of the row is what :func:`sample` draws from and :func:`verify` accepts by.
-    """
-    return _process(logits, rows, bias, mask)
-
-
-# 0: a token is right or wrong.  A backend must reproduce the noise bit for bit and may differ only where the two best scores
-# lie within fp64 rounding of each other.
-@op(tolerance=0.0)
-def sample(
-    logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None = None, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by the Gumbel-max rule; greedy rows take the best token, equal ones by lower id.
-
-    The log-probability is the *raw* one, of the logits as given: before bias, mask, temperature and filters.  It compares
-    across requests whatever their settings and is what the API reports.  For the processed one call
-    ``token_logprobs(process_logits(...), ids)``.
-
-    Args:
-        logits: [num_logits, vocab] as the model made them.
-        rows: one row of parameters for each row of logits.
-        positions: [num_logits] int, decided positions.
-        bias, mask: as in :func:`process_logits`.
-
-    Returns:
-        ids: [num_logits] int64.
-        logprobs: [num_logits] fp32 (fp64 for fp64 logits), at least -9999.
-
-    Source: argmax_v(log p(v) + g(v)) with Gumbel noise g is a draw from p; g from EMIT_STREAM.
-    """
-    ids = _sampled(logits, rows, positions, bias, mask)
-    return ids, _token_logprobs(logits, ids)
-
-
 def _sampled(logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The tokens of :func:`sample`."""
+    """Plain sampling: [num_logits] int64, one token drawn a row (:func:`_draw`) out of the processed logits."""
     found = []
     for part in _parts(logits):
         own = rows.take(part)
         found.append(_draw(_process(logits[part], own, _cut(bias, part), _cut(mask, part)), own, positions[part]))
     return _joined(found)
-
-
-def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Body of :func:`token_logprobs`."""
-    found = []
-    for part in _parts(logits):
-        own = logits[part].to(accumulation_dtype(logits))
-        found.append(own.gather(-1, ids[part].clamp_min(0)[:, None]) - _log_normaliser(own))
-    return torch.where(ids < 0, LOGPROB_FLOOR, _joined(found)[:, 0].clamp_min(LOGPROB_FLOOR))
 
 
 # 1e-5: a sum of up to 129280 exponentials in fp32.
@@ -453,18 +413,17 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     Returns:
         [n] fp32 (fp64 for fp64 logits), at least -9999, which is also what -1 gets.
     """
-    return _token_logprobs(logits, ids)
+    found = []
+    for part in _parts(logits):
+        own = logits[part].to(accumulation_dtype(logits))
+        found.append(own.gather(-1, ids[part].clamp_min(0)[:, None]) - _log_normaliser(own))
+    return torch.where(ids < 0, LOGPROB_FLOOR, _joined(found)[:, 0].clamp_min(LOGPROB_FLOOR))
 
 
 def is_finite(logits: Tensor) -> Tensor:
     """[n] bool: whether all of a row's logits [n, vocab] are finite numbers.  Cost: one read."""
     lowest, highest = torch.aminmax(logits, dim=-1)
     return torch.isfinite(lowest) & torch.isfinite(highest)
-
-
-def finite_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """:func:`token_logprobs`, NaN in rows with a logit that is not finite: each of their tokens depends on all of them."""
-    return torch.where(is_finite(logits), token_logprobs(logits, ids), torch.nan)
 
 
 # 1e-5: as token_logprobs; the ids are exact.
@@ -489,7 +448,8 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return _joined(best_ids), _joined(best)
 
 
-# 0: see sample; likewise for an accept test whose two sides are equal to fp64 rounding.
+# 0: a token is right or wrong.  A backend must reproduce the noise bit for bit and may differ only where the two best scores,
+# or the two sides of an accept test, lie within fp64 rounding of each other.
 @op(tolerance=0.0)
 def verify(
     target_logits: Tensor,
@@ -501,7 +461,7 @@ def verify(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact speculative sampling: the emitted tokens have the law of :func:`sample`, whatever the drafts.
+    """Exact speculative sampling: the emitted tokens have the law of plain sampling, whatever the drafts.
 
     Draft j is accepted with probability min(1, p(x_j) / q(x_j)); after the first rejection a token is drawn from max(p - q,
     0), after none from the row behind the last draft.  A greedy row accepts what equals its best token.  A draft that bias,
@@ -515,7 +475,7 @@ def verify(
         draft_lens: [num_requests] int, drafts that were verified, 0..width; -1 for a padding request, which owns no rows.
         rows: one row of parameters for each *request*.
         anchor_positions: [num_requests] int.
-        bias, mask: as in :func:`process_logits`, packed like target_logits and evaluated as if the drafts before had been
+        bias, mask: as in :func:`_process`, packed like target_logits and evaluated as if the drafts before had been
             emitted.
 
     Returns:
@@ -600,7 +560,7 @@ def _rejection(
     return torch.exp(log_q.gather(1, failed[..., None].expand(-1, -1, vocab))[:, 0]), rejected
 
 
-# 0: see sample.
+# 0: see verify.
 @op(tolerance=0.0)
 def verify_coupled(
     target_logits: Tensor,
@@ -613,9 +573,9 @@ def verify_coupled(
 ) -> tuple[Tensor, Tensor]:
     """Verification after which drafted text equals plain text token by token, not only in law.
 
-    Every row draws its token exactly as :func:`sample` would; a draft is accepted iff it is that token.  The text is thus a
-    function of seed and target alone, for any draft and any number of them.  Drafts in mode ``coupled`` agree with it most
-    often, a little less often than :func:`verify` accepts.
+    Every row draws its token exactly as plain sampling (:func:`_draw`) would; a draft is accepted iff it is that token.  The
+    text is thus a function of seed and target alone, for any draft and any number of them.  Drafts in mode ``coupled`` agree
+    with it most often, a little less often than :func:`verify` accepts.
 
     Args and returns: as :func:`verify`, without draft logits.
 

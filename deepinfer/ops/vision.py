@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from deepinfer.ops.arithmetic import accumulation_dtype, matmul_rows, rms_norm, sigmoid
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import accumulation_dtype, matmul_rows, rms_norm, sigmoid
 
 NORM_EPS: Final = 1e-6
 """Not in the configuration file; the text model uses another."""

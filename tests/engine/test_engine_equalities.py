@@ -6,7 +6,7 @@ Every test covers ten seeds; with --slow, ten times as many.
 import pytest
 import torch
 
-from deepinfer.ops.quant import threads
+from deepinfer.ops.arithmetic import threads
 from tests.engine.harness import build, drain, fresh, params, request, rng_of, tokens, two_turns
 
 BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 20 else []) for block in range(200)]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from deepinfer.errors import StepFailed
 from deepinfer.executor.executor import Executor
 from deepinfer.executor.sample import Launched, on_host
+from deepinfer.executor.speculate import finite_logprobs
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.ops import quant
-from deepinfer.ops.sampling import finite_logprobs, token_logprobs
+from deepinfer.ops.sampling import token_logprobs
 from deepinfer.request import SamplingParams
 from tests.engine.harness import build, drain, request, rng_of, tokens
 from tests.executor.test_speculate import CPU, VOCAB, Device, chunk_of, plan_of, round_of

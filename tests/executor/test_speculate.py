@@ -12,10 +12,12 @@ from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
 from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.model.drafter import Drafts
-from deepinfer.ops.sampling import SamplingRows, sample, token_logprobs
+from deepinfer.model.inputs import RingRows
+from deepinfer.ops.sampling import SamplingRows, token_logprobs
 from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, Round, StepPlan
 from tests.model.tiny import rows_of
+from tests.ops.plain_sampling import sample
 
 CPU = torch.device("cpu")
 VOCAB, EOS, NUM_SLOTS = 7, 1, 6
@@ -307,7 +309,8 @@ def step_inputs(chunks, laid, rounds):
         owners, positions = torch.cat([owners, len(chunks) + laid.owners]), torch.cat([positions, laid.positions])
         slots = [*slots, 0]
     rows = torch.arange(len(positions))
-    return SimpleNamespace(slots=torch.tensor(slots), requests=owners, positions=positions, ring_rows=rows)
+    window = RingRows(rows=rows, slots=torch.tensor(slots)[owners], positions=positions)
+    return SimpleNamespace(positions=positions, window=window)
 
 
 def test_the_drafter_remembers_accepted_tokens_and_never_the_new_anchor():

@@ -179,21 +179,13 @@ def test_what_is_counted_is_enough(vocab, num_requests, num_drafts, given, mode,
     assert num_requests * (num_drafts + 1) * vocab * 4 < peak.most <= limit
 
 
-@pytest.mark.parametrize("name", ["sample", "token_logprobs", "top_logprobs"])
+@pytest.mark.parametrize("name", ["token_logprobs", "top_logprobs"])
 def test_temporaries_of_an_operator_stay_within_the_bound(name, monkeypatch):
     bound = 8 << 20
     monkeypatch.setattr(sampling, "WORKSPACE_BYTES", bound)
-    logits, count = torch.randn(40, 30_000), 40
-    rows = sampling.SamplingRows(
-        temperature=torch.ones(count),
-        top_k=torch.full((count,), 40),
-        top_p=torch.full((count,), 0.9),
-        min_p=torch.zeros(count),
-        seeds=torch.arange(count),
-    )
+    logits = torch.randn(40, 30_000)
     calls = {
-        "sample": lambda: sampling.sample(logits, rows, torch.arange(count)),
-        "token_logprobs": lambda: sampling.token_logprobs(logits, torch.arange(count)),
+        "token_logprobs": lambda: sampling.token_logprobs(logits, torch.arange(40)),
         "top_logprobs": lambda: sampling.top_logprobs(logits, 3),
     }
     peak = Peak()

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -22,14 +23,15 @@ from tests.devices import no_waits
 from tests.model.tiny import (
     CPU,
     PAGE_TOKENS,
-    UNQUANTISED,
     Batch,
     bound,
     fill_with_garbage,
+    measuring,
     model,
     new_cache,
     recording,
     text,
+    unquantised,
     unquantised_records,
     weights,
 )
@@ -107,7 +109,7 @@ def _clean_cache(device, exact, quantised):
     cache = new_cache(network, num_pages=2, num_slots=9, records=None if quantised else unquantised_records(CONFIG))
     if quantised:
         fill_with_garbage(cache, np.random.default_rng(7))
-    with bound({} if quantised else UNQUANTISED):
+    with nullcontext() if quantised else unquantised():
         for number, (slot, position, _) in enumerate(REQUESTS):
             aux = random_aux(number, position).to(device, network.dtype)
             if position:
@@ -147,7 +149,7 @@ class Written:
 
     def __init__(self, tensors, quantised):
         self.tensors = tensors
-        self.q8 = quant.round_mxfp8.reference if quantised else lambda x: x
+        self.q8 = quant.round_mxfp8 if quantised else lambda x: x
         self.quantised = quantised
         self.matrix = functools.cache(self._matrix)
 
@@ -162,7 +164,7 @@ class Written:
     def stored(self, key):
         if not self.quantised:
             return key
-        return quant.decode_window.reference(quant.encode_window.reference(key), CONFIG.head_dim, torch.float64)
+        return quant.decode_window(quant.encode_window(key), CONFIG.head_dim, torch.float64)
 
     @staticmethod
     def norm(x, gain):
@@ -314,7 +316,7 @@ def test_outputs_of_the_block_are_the_written_ones(device, quantised):
     drafter, (_, expected) = drafter_of(device, exact=True), written(quantised)
     cache = filled_cache(device, exact=True, quantised=quantised)
     calls = {}
-    with bound(({} if quantised else UNQUANTISED) | recording([sampling.markov_step], calls)):
+    with nullcontext() if quantised else unquantised(), bound(recording([sampling.markov_step], calls)):
         draft(drafter, cache)
     for number, (hidden, base) in enumerate(expected):
         for k, (arguments, _) in enumerate(calls[sampling.markov_step]):
@@ -510,11 +512,11 @@ def all_records(drafter, batch):
 
 
 def test_auxiliary_states_are_the_mean_of_the_streams_that_enter_the_target_layers(device):
-    network, calls = network_of(device, exact=True), {}
+    network, measured = network_of(device, exact=True), []
     batch = alone(network, text(network, np.random.default_rng(1), 40))
-    with bound(recording([norm.mhc_pre], calls)):
+    with bound(measuring(measured)):
         batch.step({"r": 40})
-    entering = [arguments[0] for arguments, _ in calls[norm.mhc_pre]][::2]
+    entering = measured[::2]
     (aux,) = batch.aux["r"]
     expected = torch.cat([entering[layer].mean(1) for layer in (9, 10, 11)], dim=1)
     assert torch.allclose(aux, expected, rtol=0, atol=1e-12)

@@ -1,6 +1,7 @@
 """The 12-layer model with hashed weights gives its known numbers, in fp64, with the activations' quantisers on and off."""
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,17 +11,18 @@ import torch
 from deepinfer.config import named_config
 from deepinfer.model.engram import engram_multipliers
 from deepinfer.model.weights import hashed_uniform
-from deepinfer.ops import attention, engram, moe, norm, quant
+from deepinfer.ops import attention, engram, moe, quant
 from tests.model.tiny import (
     PAGE_TOKENS,
-    UNQUANTISED,
     Batch,
     Prompt,
     bound,
     in_chunks,
+    measuring,
     model,
     new_cache,
     recording,
+    unquantised,
     unquantised_records,
 )
 
@@ -76,6 +78,7 @@ class Trace:
 
     logits: torch.Tensor
     calls: dict
+    streams: list
     cache: object
 
     def results(self, operator):
@@ -104,14 +107,13 @@ def trace(device, quantised):
         attention.index_topk_within,
         engram.engram_rows,
         moe.route,
-        norm.mhc_pre,
     )
-    calls = {}
+    calls, streams = {}, []
     batch = Batch(network, cache)
     batch.add("golden", Prompt(IDS))
-    with bound(({} if quantised else UNQUANTISED) | recording(seen, calls)):
+    with nullcontext() if quantised else unquantised(), bound(measuring(streams) | recording(seen, calls)):
         batch.step({"golden": len(IDS)})
-    return Trace(batch.remove("golden"), calls, cache)
+    return Trace(batch.remove("golden"), calls, streams, cache)
 
 
 def test_ids_and_hashed_numbers_are_the_known_ones():
@@ -141,7 +143,7 @@ def test_sum_of_squares_of_all_logits(device, quantised):
 
 @pytest.mark.parametrize("layer", range(12))
 def test_streams_entering_a_layers_attention(device, layer):
-    (streams, *_), _ = trace(device, True).calls[norm.mhc_pre][2 * layer]
+    streams = trace(device, True).streams[2 * layer]
     mean_square, last = STREAMS[layer]
     assert streams.square().mean().item() == printed(mean_square)
     assert streams[LAST, 0, :2].tolist() == printed(last)
@@ -201,17 +203,15 @@ def test_token_by_token_gives_the_known_logits_too(device):
 
 def test_production_arithmetic_moves_streams_as_far_as_the_quantisers_do_and_no_further():
     """A quantiser turns a small error into one of its own size, so this is all that bf16 can promise."""
-    network, calls = model("golden", exact=False), {}
+    network, measured = model("golden", exact=False), []
     batch = Batch(network, new_cache(network, num_pages=6, num_slots=2))
     batch.add("golden", Prompt(IDS))
-    with bound(recording([norm.mhc_pre], calls)):
+    with bound(measuring(measured)):
         batch.step({"golden": len(IDS)})
     cpu = torch.device("cpu")
 
-    def streams(calls):
-        return torch.stack([arguments[0].double() for arguments, _ in calls[norm.mhc_pre]])
-
-    produced, on, off = streams(calls), streams(trace(cpu, True).calls), streams(trace(cpu, False).calls)
+    runs = (measured, trace(cpu, True).streams, trace(cpu, False).streams)
+    produced, on, off = (torch.stack(streams).double() for streams in runs)
     moved = (produced - on).square().mean((1, 2, 3)).sqrt()
     assert moved[0] == 0
     assert (moved[1:] < 1.25 * (off - on).square().mean((1, 2, 3)).sqrt()[1:]).all()

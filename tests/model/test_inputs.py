@@ -1,15 +1,17 @@
 """StepInputs: what a step's plan turns into, and what the layers are told."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import deepinfer.model
 from deepinfer.model.inputs import StepInputs
-from deepinfer.ops import engram, moe, norm
+from deepinfer.ops import engram, moe
 from deepinfer.step import Chunk, Round, StepPlan
-from tests.model.tiny import Batch, bound, model, new_cache, ragged, recording, rows_of, text, text_with_images
+from tests.model.tiny import Batch, bound, measuring, model, new_cache, ragged, recording, rows_of, text, text_with_images
 
 
 def random_inputs(rng):
@@ -31,18 +33,50 @@ def test_what_rings_keep_never_collides_and_is_the_latest(number):
     inputs, layout, chunks = random_inputs(np.random.default_rng(number))
     tokens = inputs.encoder
     kinds = (
-        (tokens.ring_rows, layout.ring_tokens),
-        (tokens.compressor_rows, layout.compressor_ring),
-        (inputs.lookback_rows, layout.lookback_ring),
+        (tokens.window, layout.ring_tokens),
+        (tokens.compressor, layout.compressor_ring),
+        (inputs.lookback, layout.lookback_ring),
     )
-    for kept, length in kinds:
+    for written, length in kinds:
+        kept = written.rows
         where = {(int(tokens.requests[row]), int(tokens.positions[row]) % length) for row in kept.tolist()}
+        assert where == set(zip(tokens.requests[kept].tolist(), written.positions.tolist(), strict=True))
+        assert torch.equal(written.slots, tokens.slots[tokens.requests[kept]])
         assert len(where) == len(kept)
         expected = []
         for request, chunk in enumerate(chunks):
             end = chunk.start + len(chunk.token_ids)
             expected += [(request, position) for position in range(max(chunk.start, end - length), end)]
         assert list(zip(tokens.requests[kept].tolist(), tokens.positions[kept].tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_tokens_before_are_found_in_the_ring_or_in_the_step(number):
+    """Every position of a ring and every row is marked with its position; no other request's mark is found."""
+    inputs, layout, chunks = random_inputs(np.random.default_rng(200 + number))
+    tokens, config = inputs.encoder, model("golden", exact=True).config
+    kinds = (
+        (tokens.window_before, layout.ring_tokens, range(1 - config.sliding_window, 1)),
+        (tokens.compressor_before, layout.compressor_ring, range(-1, 0)),
+        (inputs.lookback_before, layout.lookback_ring, range(0, -config.engram_max_ngram_size, -1)),
+    )
+    for before, length, offsets in kinds:
+        ring = torch.full((4, length), -9)
+        for chunk in chunks:
+            for position in range(max(0, chunk.start - length), chunk.start):
+                ring[chunk.slot, position % length] = 1000 * chunk.slot + position
+        own = 1000 * tokens.slots[tokens.requests] + tokens.positions
+        found = before.gather(ring, own)[before.rows].masked_fill(before.rows < 0, -1)
+        wanted = tokens.positions.unsqueeze(1) + torch.tensor(list(offsets))
+        expected = torch.where(wanted >= 0, 1000 * tokens.slots[tokens.requests].unsqueeze(1) + wanted, -1)
+        assert torch.equal(found, expected)
+
+
+def test_places_in_rings_are_computed_once_a_step():
+    """No layer reduces positions itself, and none takes the row before for the token before."""
+    for path in Path(deepinfer.model.__file__).parent.glob("*.py"):
+        for spelling in ("ring.shape", "roll("):
+            assert spelling not in path.read_text(), f"{path.name}: {spelling}"
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -66,13 +100,13 @@ def test_image_positions_enter_with_their_embeddings_and_every_router_and_gate_k
     is_image = torch.from_numpy(prompt.token_ids == network.config.image_token_id)
     batch = Batch(network, new_cache(network, num_pages=6, num_slots=2))
     batch.add("a", prompt)
-    calls = {}
-    with bound(recording([norm.mhc_pre, moe.route, engram.engram_gate], calls)):
+    calls, measured = {}, []
+    with bound(measuring(measured) | recording([moe.route, engram.engram_gate], calls)):
         sizes = ragged(np.random.default_rng(2), 60, 9)
         for size in sizes:
             batch.step({"a": size})
     sublayers, layers = 2 * network.config.num_hidden_layers, network.config.num_hidden_layers
-    entered = torch.cat([arguments[0] for arguments, _ in calls[norm.mhc_pre][::sublayers]])
+    entered = torch.cat(measured[::sublayers])
     words = torch.from_numpy(prompt.token_ids).long()
     expected = network.embedding[words]
     expected[is_image] = prompt.image_features
@@ -130,20 +164,36 @@ class Rounds:
         )
 
 
+def check_written(found, expected, num_rows):
+    """The same rows are written to the same places, those of nobody excepted."""
+    is_own = found.rows < num_rows
+    for name in ("rows", "slots", "positions"):
+        assert torch.equal(getattr(found, name)[is_own], getattr(expected, name)), name
+    assert (found.slots[~is_own] == 0).all()
+
+
+def check_before(found, expected, num_rows, reach):
+    """The same tokens are found before each of the first ``num_rows``."""
+    num_requests = len(expected.slots)
+    for name in ("slots", "positions"):
+        assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
+    # Behind the earlier tokens of all requests stand the step's own, and there is one request more.
+    shifted = torch.where(found.rows >= (num_requests + 1) * reach, found.rows - reach, found.rows)
+    assert torch.equal(shifted[:num_rows], expected.rows)
+
+
 def check_layer(found, expected, num_more, reach):
     """``found`` has ``num_more`` rows of nobody behind those of ``expected``, and one request more, who is nobody."""
     num_rows, num_requests = len(expected.positions), len(expected.slots)
     assert len(found.positions) == num_rows + num_more
     for name in ("positions", "requests", "is_image"):
         assert torch.equal(getattr(found, name)[:num_rows], getattr(expected, name)), name
-    for name in ("slots", "starts", "earlier_positions"):
+    for name in ("slots", "starts"):
         assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
-    for name in ("ring_rows", "compressor_rows"):
-        kept = getattr(found, name)
-        assert torch.equal(kept[kept < num_rows], getattr(expected, name)), name
-    # Behind the earlier keys of all requests stand the step's own, and there is one request more.
-    shifted = torch.where(found.window_rows >= (num_requests + 1) * reach, found.window_rows - reach, found.window_rows)
-    assert torch.equal(shifted[:num_rows], expected.window_rows)
+    for name in ("window", "compressor"):
+        check_written(getattr(found, name), getattr(expected, name), num_rows)
+    check_before(found.window_before, expected.window_before, num_rows, reach)
+    check_before(found.compressor_before, expected.compressor_before, num_rows, 1)
     for ratio, rows in expected.store_rows.items():
         for name in ("pages", "entries", "first_positions"):
             assert torch.equal(getattr(found.store_rows[ratio], name)[:num_rows], getattr(rows, name)), (ratio, name)
@@ -159,7 +209,8 @@ def test_tokens_of_rounds_are_laid_out_like_those_of_chunks(lens, num_more, num_
     found, expected, reach = case.inputs(num_more), case.plain(), case.config.sliding_window - 1
     num_rows = len(expected.token_ids)
     assert torch.equal(found.token_ids[:num_rows], expected.token_ids)
-    assert torch.equal(found.lookback_rows[found.lookback_rows < num_rows], expected.lookback_rows)
+    check_written(found.lookback, expected.lookback, num_rows)
+    check_before(found.lookback_before, expected.lookback_before, num_rows, case.config.engram_max_ngram_size - 1)
     assert torch.equal(found.logit_rows[: len(expected.logit_rows)], expected.logit_rows)
     assert len(found.logit_rows) == len(expected.logit_rows) + num_more
     check_layer(found.encoder, expected.encoder, num_more, reach)

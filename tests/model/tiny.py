@@ -1,7 +1,9 @@
 """Small models with hashed weights, test backends for looking inside, and requests that run through them in any order."""
 
 import functools
-from contextlib import contextmanager
+import itertools
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from deepinfer.kv.layout import KVLayout, RecordSizes
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import StepInputs
 from deepinfer.model.weights import hashed_tensors
-from deepinfer.ops import op, quant
+from deepinfer.ops import attention, moe, norm, op, quant
 from deepinfer.ops.sampling import lay_out_rounds
 from deepinfer.step import Chunk, StepPlan
 
@@ -91,6 +93,21 @@ def recording(operators, calls):
     return {operator: body_of(operator) for operator in operators}
 
 
+def measuring(seen):
+    """Bodies that append the streams that each sublayer measures to ``seen`` and otherwise are the reference."""
+
+    def pre(streams, *others):
+        seen.append(streams)
+        return norm.mhc_pre.reference(streams, *others)
+
+    def mix(*arguments):
+        result = norm.mhc_mix.reference(*arguments)
+        seen.append(result[0])
+        return result
+
+    return {norm.mhc_pre: pre, norm.mhc_mix: mix}
+
+
 def _to_bytes(x):
     return x.contiguous().view(torch.uint8)
 
@@ -99,13 +116,21 @@ def _from_bytes(records, width, dtype):
     return records.contiguous().view(torch.float64)
 
 
-UNQUANTISED = {
-    quant.round_mxfp8: lambda x: x,
-    quant.round_mxfp4: lambda x: x,
-    **dict.fromkeys((quant.encode_window, quant.encode_main, quant.encode_index), _to_bytes),
-    **dict.fromkeys((quant.decode_window, quant.decode_main, quant.decode_index), _from_bytes),
+_AS_THEY_ARE = {
+    **dict.fromkeys(("round_mxfp8", "round_mxfp4"), lambda x: x),
+    **dict.fromkeys(("encode_window", "encode_main", "encode_index"), _to_bytes),
+    **dict.fromkeys(("decode_window", "decode_main", "decode_index"), _from_bytes),
 }
-"""Bodies that leave activations, queries and cache records as they are; weights stay quantised."""
+
+
+@contextmanager
+def unquantised():
+    """The reference leaves activations, queries and cache records as they are; weights stay quantised."""
+    with ExitStack() as stack:
+        for family, (name, function) in itertools.product((quant, norm, attention, moe), _AS_THEY_ARE.items()):
+            if hasattr(family, name):
+                stack.enter_context(mock.patch.object(family, name, function))
+        yield
 
 
 def unquantised_records(config):

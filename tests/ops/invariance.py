@@ -3,6 +3,7 @@
 Both checks name what is wrong instead of failing, so that a test of the checks themselves can put a fault in.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 import zlib
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 import torch
 
 import deepinfer.ops
-from deepinfer.ops import attention, norm, op, quant
+from deepinfer.config import named_config
+from deepinfer.ops import moe, op, quant
 from deepinfer.ops.cases import Draw, tensors
+from tests.ops.codes import code_fault
 
 ABSENT = {}
 """Backends whose kernel library is not installed: folder -> library.  A machine with a GPU has them all."""
@@ -91,53 +94,73 @@ def row_faults(case, backend, device, dtype, config, seed):
     return faults
 
 
-_RECORDS = {
-    attention.compress: (quant.decode_main, quant.decode_index),
-    norm.qkv_norm: (None, quant.decode_window),
-    norm.context_records: (quant.decode_window,),
-    quant.encode_window: (quant.decode_window,),
-    quant.encode_main: (quant.decode_main,),
-    quant.encode_index: (quant.decode_index,),
-}
-"""Results that are records: numbers are compared, not codes."""
-_MAIN_WIDTH = {quant.decode_main: 16 / 9, quant.decode_index: 32 / 17, quant.decode_window: 32 / 33}
-"""Numbers a byte of each kind of record."""
-
-
-def _numbers(case, result):
-    """The tensors of a result as a backend's promise speaks of them."""
-    if case.op in (quant.repack_fp8, quant.repack_fp4):
-        return tensors(quant.unpack(result))  # every backend has a layout of its own
-    found = tensors(result)
-    for number, decode in enumerate(_RECORDS.get(case.op, ())):
-        if decode is not None:
-            width = round(found[number].shape[-1] * _MAIN_WIDTH[decode])
-            found[number] = decode.reference(found[number], width, torch.float64)
-    return found
-
-
 def distance(found, expected):
-    """Largest difference of two tensors, relative to the RMS of a row; infinite where whole numbers or shapes differ."""
+    """Largest difference of two tensors relative to the RMS of a row, beyond one step of their dtype.
+
+    It is 0 for equal tensors alone, and infinite where whole numbers or shapes differ.
+    """
     if found.shape != expected.shape:
         return float("inf")
     if torch.equal(found, expected):
         return 0.0
     if not expected.is_floating_point():
         return float("inf")
+    step = torch.finfo(expected.dtype).eps
     a, b = (each.double().reshape(len(each), -1) if each.dim() > 1 else each.double().view(1, -1) for each in (found, expected))
     is_infinite = b.isinf()
     if not torch.equal(a[is_infinite], b[is_infinite]):
         return float("inf")
     a, b = a.masked_fill(is_infinite, 0.0), b.masked_fill(is_infinite, 0.0)
+    low = torch.minimum(a.abs(), b.abs())
+    beyond = (a - b).abs() - torch.where(low > 0, torch.exp2(torch.frexp(low).exponent - 1.0), 0.0) * step
     rms = b.square().mean(1, keepdim=True).sqrt()
-    return float(((a - b).abs() / rms.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max())
+    return float((beyond / rms.clamp_min(1e-30)).nan_to_num(nan=float("inf")).clamp_min(1e-30).max())
+
+
+def wide_config(operator):
+    """The widths of the full model, with as few heads, experts, words and blocks as keep a case of ``operator`` small."""
+    full = named_config("full")
+    few = {"vocab_size": 2048, "num_attention_heads": 16, "o_groups": 2, "candidate_topk_blocks": 128}
+    if operator in (moe.experts, moe.shared_expert):
+        few |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    vision = dataclasses.replace(full.vision, hidden_size=512, num_attention_heads=8)
+    return dataclasses.replace(full, vision=vision, **few)
+
+
+def outputs_of(result):
+    """The outputs of an operator, one after the other."""
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def tolerances_of(operator, count):
+    """The tolerance of each of ``count`` outputs."""
+    given = operator.tolerance
+    assert not isinstance(given, tuple) or len(given) == count, f"{operator.name} has {count} outputs"
+    return given if isinstance(given, tuple) else (given,) * count
+
+
+def _result(case, backend, device, dtype, config):
+    """Outputs of ``backend``, which is bound meanwhile."""
+    with running(backend):
+        found = case.op.implementations[backend](**arguments_of(case, dtype, device, config))
+        if case.op in (quant.repack_fp8, quant.repack_fp4):
+            found = quant.unpack(found)  # every backend has a layout of its own
+    return outputs_of(found)
 
 
 def parity_faults(case, backend, device, dtype, config):
-    """How far ``backend`` is from the reference where it is further than the operator's tolerance: (result, distance) each."""
-    with running(op.REFERENCE):
-        expected = _numbers(case, case.op.reference(**arguments_of(case, dtype, device, config)))
-    with running(backend):
-        found = _numbers(case, case.op.implementations[backend](**arguments_of(case, dtype, device, config)))
-    distances = [distance(one, other) for one, other in zip(found, expected, strict=True)]
-    return [(number, each) for number, each in enumerate(distances) if each > case.op.tolerance]
+    """Outputs of ``backend`` that are further from the reference than the operator's tolerance: (number, what is wrong) each."""
+    expected, found = (_result(case, each, device, dtype, config) for each in (op.REFERENCE, backend))
+    faults = []
+    tolerances = tolerances_of(case.op, len(expected))
+    for number, (one, other, tolerance) in enumerate(zip(found, expected, tolerances, strict=True)):
+        pairs = list(zip(tensors(one), tensors(other), strict=True))
+        if isinstance(tolerance, op.Codes):
+            ((codes, expected_codes),) = pairs
+            fault = code_fault(codes, expected_codes, tolerance)
+        else:
+            furthest = max(distance(*pair) for pair in pairs)
+            fault = f"{furthest:.2g} of the RMS" if furthest > tolerance else None
+        if fault is not None:
+            faults.append((number, fault))
+    return faults

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.ops import attention, quant
+from deepinfer.ops import arithmetic, attention, quant
 from deepinfer.ops.attention import CompressorWeights, IndexStore, Span, Spans
 from deepinfer.ops.norm import Rotation, rope_frequencies, rotate
 
@@ -237,7 +237,7 @@ def test_query_is_rotated_rounded_and_its_weights_scaled(seed):
     latent, x, weights_proj = normal(rng, 5, 64), normal(rng, 5, 96), normal(rng, INDEX_HEADS, 96)
     wq_b = quant.repack_fp8(*quant.pack_fp8(normal(rng, INDEX_HEADS * INDEX_DIM, 64)), torch.float64)
     rotation = rotation_at(range(5))
-    q, weights = attention.index_query(latent, x, wq_b, weights_proj, rotation)
+    q, weights = attention.index_query(quant.RoundedRows(latent), x, wq_b, weights_proj, rotation)
     for head in range(INDEX_HEADS):
         own = latent @ wq_b.dense[head * INDEX_DIM : (head + 1) * INDEX_DIM].T
         assert torch.allclose(q[:, head], quant.round_mxfp4(rotate(own, rotation)), rtol=0, atol=1e-12)
@@ -301,7 +301,7 @@ class Attended:
     def __init__(self, rng, num_tokens, *, num_entries, dtype=torch.float64, top_k=6, num_window=8):
         self.positions = rng.integers(0, 1000, num_tokens)
         self.q = normal(rng, num_tokens, 4, HEAD_DIM).to(dtype)
-        self.sinks = normal(rng, 4).to(quant.accumulation_dtype(self.q))
+        self.sinks = normal(rng, 4).to(arithmetic.accumulation_dtype(self.q))
         self.window = quant.encode_window(normal(rng, 20, HEAD_DIM))
         self.window_rows = torch.from_numpy(rng.integers(0, 20, (num_tokens, num_window)))
         short = rng.integers(1, num_window + 1, num_tokens)

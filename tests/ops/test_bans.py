@@ -10,9 +10,10 @@ from deepinfer.engine.prompt import check_params
 from deepinfer.errors import RequestError
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import PackedRows, TokenRules
-from deepinfer.ops.sampling import process_logits, sample, verify, verify_coupled
+from deepinfer.ops.sampling import verify, verify_coupled
 from deepinfer.request import SamplingParams
 from tests.engine.harness import build, drain, request
+from tests.ops.plain_sampling import process_logits, sample
 
 VOCAB, EOS, IMAGE = 7, 1, 6
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from deepinfer.config import named_config
 from deepinfer.ops import norm, op, sampling
 from deepinfer.ops.cases import CASES
 from tests.model.tiny import bound
-from tests.ops.invariance import ABSENT, backends, parity_faults, row_faults
+from tests.ops.invariance import ABSENT, backends, parity_faults, row_faults, wide_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GOLDEN = named_config("golden")
@@ -37,6 +37,7 @@ def places():
 ROW_CASES = [case for case in CASES if case.take]
 OTHERS = [backend for backend in backends() if backend != op.REFERENCE]
 each_place = pytest.mark.parametrize(("backend", "device", "dtype"), list(places()))
+each_wide_case = pytest.mark.parametrize("case", [case for case in CASES if 1 < case.num_rows <= 10], ids=name_of)
 each_row_case = pytest.mark.parametrize("case", ROW_CASES, ids=name_of)
 
 
@@ -58,6 +59,19 @@ def test_a_row_of_the_larger_model_does_not_depend_on_the_rows_beside_it(case, b
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_backend_is_as_near_to_the_reference_as_its_operators_promise(case, backend):
     assert parity_faults(case, backend, CUDA, torch.bfloat16, GOLDEN) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", OTHERS)
+@each_wide_case
+def test_a_backend_is_as_near_at_the_widths_of_the_full_model(case, backend):
+    assert parity_faults(case, backend, CUDA, torch.bfloat16, wide_config(case.op)) == []
+
+
+@pytest.mark.slow
+@each_wide_case
+def test_the_reference_is_its_own_equal_at_the_widths_of_the_full_model(case):
+    assert parity_faults(case, op.REFERENCE, CPU, torch.bfloat16, wide_config(case.op)) == []
 
 
 @pytest.mark.gpu

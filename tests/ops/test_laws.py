@@ -17,13 +17,12 @@ from deepinfer.ops import sampling
 from deepinfer.ops.sampling import (
     SamplingRows,
     markov_step,
-    process_logits,
-    sample,
     schedule_lengths,
     verify,
     verify_coupled,
 )
 from deepinfer.request import SamplingParams
+from tests.ops.plain_sampling import process_logits, sample
 
 CPU = torch.device("cpu")
 EOS = 2

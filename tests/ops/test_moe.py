@@ -100,7 +100,7 @@ def test_every_pick_passes_its_expert(num_tokens, seed):
     w13, w2 = packed(rng, EXPERTS, 2 * INTER, HIDDEN), packed(rng, EXPERTS, HIDDEN, INTER)
     ids = torch.from_numpy(rng.choice([0, 1, 3, 4], (num_tokens, TOP_K)))  # expert 2 gets nothing
     weights = normal(rng, num_tokens, TOP_K).abs()
-    found = moe.experts(x8, weights, moe.plan(ids, EXPERTS), w13, w2, LIMIT)
+    found = moe.experts(quant.RoundedRows(x8), weights, moe.plan(ids, EXPERTS), w13, w2, LIMIT)
     for token in range(num_tokens):
         for choice in range(TOP_K):
             expert = ids[token, choice]
@@ -121,7 +121,7 @@ def test_clamps_bite_on_both_sides(seed):
 def test_routing_weight_multiplies_before_the_quantiser(seed):
     """A weight of a power of two passes a quantiser with block scales unchanged; another weight does not."""
     rng = np.random.default_rng(seed)
-    x8 = quant.round_mxfp8(normal(rng, 4, HIDDEN))
+    x8 = quant.quantise(normal(rng, 4, HIDDEN))
     w13, w2 = packed(rng, 1, 2 * INTER, HIDDEN), packed(rng, 1, HIDDEN, INTER)
     picks = moe.plan(torch.zeros(4, 1, dtype=torch.int64), 1)
 
@@ -137,7 +137,7 @@ def test_shared_expert_has_weight_one(seed):
     x8 = quant.round_mxfp8(normal(rng, 5, HIDDEN))
     formats = {"pack": quant.pack_fp8, "repack": quant.repack_fp8}
     w13, w2 = packed(rng, 2 * INTER, HIDDEN, **formats), packed(rng, HIDDEN, INTER, **formats)
-    found = moe.shared_expert(x8, w13, w2, LIMIT)
+    found = moe.shared_expert(quant.RoundedRows(x8), w13, w2, LIMIT)
     for token in range(5):
         assert torch.allclose(found[token], w2.dense @ silu_product(w13.dense @ x8[token], 1), rtol=0, atol=1e-12)
 

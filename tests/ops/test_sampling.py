@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.ops import quant, sampling
+from deepinfer.ops import arithmetic, sampling
 from deepinfer.ops.sampling import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
@@ -18,8 +18,6 @@ from deepinfer.ops.sampling import (
     markov_step,
     noise_bits,
     penalise,
-    process_logits,
-    sample,
     schedule_lengths,
     token_logprobs,
     top_logprobs,
@@ -27,6 +25,7 @@ from deepinfer.ops.sampling import (
     verify,
     verify_coupled,
 )
+from tests.ops.plain_sampling import process_logits, sample
 
 INF = math.inf
 SMALL_P = 1e-3
@@ -360,10 +359,10 @@ def test_top_logprobs_are_sorted_with_ties_by_lower_id():
 @pytest.mark.parametrize("width", [1, 255, 257, 40000])
 def test_a_long_row_is_summed_alone_as_in_a_batch_bit_for_bit(width):
     x = torch.rand(6, width, generator=generator(12))
-    whole = quant.row_sum(x)
+    whole = arithmetic.row_sum(x)
     assert whole.squeeze(-1).tolist() == pytest.approx(x.double().sum(-1).tolist(), rel=1e-6)
     for i in range(6):
-        assert torch.equal(quant.row_sum(x[i : i + 1].clone()), whole[i : i + 1])
+        assert torch.equal(arithmetic.row_sum(x[i : i + 1].clone()), whole[i : i + 1])
 
 
 # 40000 is more than torch sums in one thread; 37 leaves a vector's tail.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepinfer.config import named_config
+from deepinfer.ops.arithmetic import matmul_rows, threads
 from deepinfer.ops.cases import CASES
-from deepinfer.ops.quant import matmul_rows, threads
 from tests.ops.invariance import arguments_of, bits, is_same
 
 CPU = torch.device("cpu")
