@@ -20,6 +20,8 @@ from collections.abc import Sized
 _MAX_SHOWN = 60
 """Characters of a value in a message."""
 _MAX_REASON = 200
+CONVERSION_ERRORS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What numpy, torch and a caller's classes raise where a value cannot be had; not what a signal handler of the caller raises."""
 _ADDRESS = re.compile(r" (?:object )?at 0x[0-9a-fA-F]+")
 
 
@@ -81,7 +83,7 @@ def plain(value: object) -> object:
         return value
     try:
         return item()
-    except Exception:  # a tensor without data has none to give
+    except CONVERSION_ERRORS:  # a tensor without data has none to give
         return value
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
-from deepinfer.errors import RequestError, plain, reason, shown
+from deepinfer.errors import CONVERSION_ERRORS, RequestError, plain, reason, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -352,7 +352,7 @@ def as_whole_numbers(
             raise RequestError(f"{name} is an array of {given.ndim} dimensions; give {things} as integers in one list")  # type: ignore[attr-defined]
         try:
             numbers = given.tolist()  # type: ignore[attr-defined]
-        except Exception as error:  # an array without data, for example
+        except CONVERSION_ERRORS as error:  # an array without data, for example
             raise RequestError(f"{name} cannot be read ({reason(error)}); give {things} as integers in a list") from error
         if numbers and dtype and dtype not in "iu":
             numbers = list(given)  # type: ignore[call-overload]
@@ -387,13 +387,15 @@ def _real(given: object) -> float | None:
 
 def as_whole(given: object) -> int | None:
     """The whole number in a caller's value, or None."""
+    if type(given) is int:
+        return given
     value = plain(given)
     if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, int | Integral) or hasattr(type(value), "__index__"):
         try:
             return operator.index(value)  # type: ignore[arg-type]
-        except Exception:  # whatever keeps it from being one
+        except CONVERSION_ERRORS:  # whatever keeps it from being one
             return None
     return None
 

@@ -342,7 +342,7 @@ def test_a_killed_core_fails_every_wait_and_every_later_call():
 
 
 @pytest.mark.parametrize("limit_s", [0.01, 600.0, 1e12, 1.7e308, math.inf])
-def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch, tmp_path):
+def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch, tmp_path, capfd):
     ended = threading.Event()
     monkeypatch.setattr(process_module.os, "_exit", lambda _code: (ended.set(), time.sleep(60)))
     monkeypatch.setattr(process_module, "_ORPHAN_GRACE_S", 0)
@@ -356,6 +356,7 @@ def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch, tmp_path):
         assert ended.wait(5), "it still sees that the client is gone"
     watchdog.stop()
     lifeline.close()
+    capfd.readouterr()  # the stacks of a step that takes long
 
 
 def test_settings_at_their_ends_reach_the_core():
