@@ -128,6 +128,19 @@ def span_roles(plan: ImagePlan) -> tuple[Role, ...]:
     return (Role.START, *line * plan.tokens_h, Role.END)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One image of a request, ready for the vision tower.
+
+    Attributes:
+        plan: its size in pixels and tokens.
+        pixels: [3, height, width] float32 in [-1, 1].
+    """
+
+    plan: ImagePlan
+    pixels: NDArray[np.float32]
+
+
 def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int = MAX_IMAGE_SIDE) -> Image.Image:
     """Decode a PNG, JPEG, WebP or GIF (its first frame) to RGB.
 

@@ -39,7 +39,7 @@ from deepinfer.request import (
     as_whole_numbers,
     is_list,
 )
-from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.scheduler.stats import SchedulerStats
 
 CORE_PROGRAM: Final = (sys.executable, "-P", "-m", "deepinfer.engine.process")
 _FOREVER_S: Final = 1e9

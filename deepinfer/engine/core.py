@@ -8,11 +8,12 @@ from deepinfer.engine.prompt import check_params
 from deepinfer.engine.samples import SEPARATOR, Samples
 from deepinfer.errors import RequestError, shown
 from deepinfer.executor.executor import Executor, Pending
-from deepinfer.executor.pictures import Picture
+from deepinfer.images import Picture
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import Request, RequestOutput
 from deepinfer.scheduler.budget import DraftBudget
-from deepinfer.scheduler.scheduler import Limits, Scheduler, SchedulerStats
+from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.stats import SchedulerStats
 from deepinfer.step import StepPlan, StepResult
 
 

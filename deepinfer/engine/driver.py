@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.observer import Observer
 from deepinfer.errors import ConfigError, EngineError, StepFailed
-from deepinfer.executor.pictures import Picture
 from deepinfer.executor.thread import SerialThread
+from deepinfer.images import Picture
 from deepinfer.metrics import Snapshot
 from deepinfer.request import Request, RequestOutput
 

@@ -25,7 +25,7 @@ from deepinfer import errors
 from deepinfer.errors import EngineError, StepFailed, reason
 from deepinfer.metrics import Snapshot
 from deepinfer.request import RequestOutput
-from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.scheduler.stats import SchedulerStats
 
 Frame = bytes | memoryview
 ID_BYTES: Final = 4

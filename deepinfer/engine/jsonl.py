@@ -10,15 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepinfer.engine.files import read_file
+from deepinfer.engine.prompt import PromptReader
 from deepinfer.errors import RequestError, shown
 from deepinfer.request import RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from deepinfer.engine.prompt import PromptReader  # it loads torch, and lines are read without
 
 LINE_PARAMETERS = (
     "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

@@ -19,7 +19,7 @@ from deepinfer.engine.prompt import MultiModalData, PromptReader
 from deepinfer.errors import RequestError, shown
 from deepinfer.metrics import Snapshot
 from deepinfer.request import Request, RequestOutput, SamplingParams, as_flag, as_names, as_number, as_text, as_whole_numbers
-from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.scheduler.stats import SchedulerStats
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.metrics import Metrics, Snapshot
 from deepinfer.request import FinishReason, Request, RequestOutput
-from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 

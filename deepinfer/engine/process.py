@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     # Importing this module costs no torch: the program that loads a model imports it, a client that only names us does not.
     from deepinfer.engine.loader import Loaded
     from deepinfer.engine.prompt import Prompt
-    from deepinfer.executor.pictures import Picture
+    from deepinfer.images import Picture
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.errors import ContextTooLong, RequestError, shown
-from deepinfer.executor.pictures import Picture
-from deepinfer.images import load_image, plan_image, prepare_pixels
+from deepinfer.images import Picture, load_image, plan_image, prepare_pixels
 from deepinfer.request import SamplingParams, as_bytes, as_whole, as_whole_numbers, is_list
 from deepinfer.tokenizer import IMAGE, Tokenizer
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from deepinfer.errors import StepFailed, reason
-from deepinfer.executor.pictures import Picture
-from deepinfer.executor.sample import Launched
+from deepinfer.executor.results import Launched
 from deepinfer.executor.thread import Job, SerialThread
 from deepinfer.executor.worker import Worker
+from deepinfer.images import Picture
 from deepinfer.request import SamplingParams
 from deepinfer.step import StepPlan, StepResult
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepinfer.errors import StepFailed
 from deepinfer.ops.arithmetic import to_device
-from deepinfer.step import PLACEHOLDER, Round, StepPlan
+from deepinfer.step import PLACEHOLDER, Chunk, Round, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,52 @@ def tier(count: int, interval: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedStep:
+    """A step as the device computes it.
+
+    Attributes:
+        plan: what to compute; its rounds may have more pages than planned, and padding rounds in slot 0 come last.
+        num_rounds: rounds that were planned; the others are padding.
+        num_round_rows: rows of all rounds, and padding rows after them.
+        recurs: whether steps of this shape come again, so that a graph pays.
+    """
+
+    plan: StepPlan
+    num_rounds: int
+    num_round_rows: int
+    recurs: bool
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PaddedStep:
+        """A plan without padding."""
+        return cls(plan=plan, num_rounds=len(plan.rounds), num_round_rows=len(plan.rounds) + plan.num_drafts, recurs=False)
+
+    @property
+    def num_padding_rows(self) -> int:
+        """Rows that no round of the plan takes."""
+        return self.num_round_rows - self.num_rounds - self.plan.num_drafts
+
+    @property
+    def sampling(self) -> list[Chunk]:
+        """Chunks behind which a token is sampled."""
+        return [chunk for chunk in self.plan.chunks if chunk.samples]
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        """Requests that get tokens: those of chunks that sample, then those of the plan's rounds."""
+        return [chunk.request_id for chunk in self.sampling] + self._round_ids
+
+    @property
+    def drafting_ids(self) -> list[str]:
+        """Requests that drafts are made for, in the order of the drafts."""
+        return [chunk.request_id for chunk in self.plan.chunks if chunk.drafts] + self._round_ids
+
+    @property
+    def _round_ids(self) -> list[str]:
+        return [each.request_id for each in self.plan.rounds[: self.num_rounds]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
     """Sizes that steps of rounds are rounded up to.
 
@@ -54,22 +100,18 @@ class Tiers:
     rows: int = 8
     requests: int = 8
 
-    def pad(self, plan: StepPlan) -> tuple[StepPlan, int] | None:
-        """Fill up a plan.
+    def pad(self, plan: StepPlan) -> PaddedStep:
+        """The step of ``plan``, rounded up unless that does not pay.
 
-        Returns:
-            plan: its rounds with more pages each, then rounds of nobody; the drafts to verify are as many as before.
-            num_rows: rows of the step; behind those of the rounds come rows of nobody.
-
-            None if that does not pay: the plan has chunks, or contexts so different that most of the pages would be filling.
+        It does not pay if the plan has chunks, or contexts so different that most of the pages would be padding.
         """
         if plan.chunks or not plan.rounds:
-            return None
+            return PaddedStep.of(plan)
         count = tier(len(plan.rounds), self.requests)
         lens = [len(each.page_ids) for each in plan.rounds]
         num_pages = tier(max(lens), 1 << 62)
         if count * num_pages > _MAX_FILLING * sum(lens):
-            return None
+            return PaddedStep.of(plan)
         page_ids = np.zeros((count, num_pages), dtype=np.int32)
         rounds = []
         for row, each in zip(page_ids, plan.rounds, strict=False):
@@ -77,7 +119,12 @@ class Tiers:
             rounds.append(dataclasses.replace(each, page_ids=row))
         nobody = Round(request_id=PLACEHOLDER, slot=0, start=0, max_drafts=0, page_ids=page_ids[-1])
         rounds += [nobody] * (count - len(rounds))
-        return dataclasses.replace(plan, rounds=tuple(rounds)), tier(count + plan.num_drafts, self.rows)
+        return PaddedStep(
+            plan=dataclasses.replace(plan, rounds=tuple(rounds)),
+            num_rounds=len(plan.rounds),
+            num_round_rows=tier(count + plan.num_drafts, self.rows),
+            recurs=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

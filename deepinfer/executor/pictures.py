@@ -7,29 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.images import ImagePlan
+from deepinfer.images import Picture
 from deepinfer.model.vision import VisionTower
 from deepinfer.ops.arithmetic import to_device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One image of a request, ready for the vision tower.
-
-    Attributes:
-        plan: its size in pixels and tokens.
-        pixels: [3, height, width] float32 in [-1, 1].
-    """
-
-    plan: ImagePlan
-    pixels: npt.NDArray[np.float32]
 
 
 class Features:

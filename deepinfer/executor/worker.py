@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig
-from deepinfer.executor.graphs import Graphs, Tiers
-from deepinfer.executor.pictures import Features, Gallery, Picture
+from deepinfer.executor.graphs import Graphs, PaddedStep, Tiers
+from deepinfer.executor.pictures import Features, Gallery
+from deepinfer.executor.results import Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules, rules_bytes
-from deepinfer.executor.sample import Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.speculate import Context, Speculator, finite_logprobs
 from deepinfer.executor.team import Team
+from deepinfer.images import Picture
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
 from deepinfer.model.drafter import Drafter
@@ -212,57 +213,56 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> Launched:
         stopwatch = Stopwatch(self.model.device)
-        restores = [(chunk.restore_from, chunk.slot) for chunk in plan.chunks if chunk.restore_from is not None]
         self._cache.copy_pages(plan.page_copies)
-        self._cache.copy_slots(restores)
-        features = self._take_chunks(plan)
-        num_real, num_rows = len(plan.rounds), len(plan.rounds) + plan.num_drafts
-        padded = self._tiers.pad(plan) if self._tiers is not None else None
-        plan, num_round_rows = padded or (plan, num_rows)
-        recurs = padded is not None
-        ran = self._forward(plan, num_round_rows, features, recurs=recurs)
-        prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        names = [chunk.request_id for chunk in sampling] + [each.request_id for each in plan.rounds[:num_real]]
-        params = [self._known[name].params for name in names]
-        decided = None
-        if names:
-            decided = self._speculator.decide(sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
-        drafting = [chunk.request_id for chunk in plan.chunks if chunk.drafts] + [
-            each.request_id for each in plan.rounds[:num_real]
-        ]
-        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=recurs)
-        self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
-        if decided is not None and any(each.save_to for each in plan.rounds):
-            self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
-        if confidences is not None:
-            confidences = to_host(confidences[: len(drafting)])
-        launched = Launched(
-            request_ids=names,
-            params=params,
-            decided=on_host(decided, len(names)) if decided is not None else None,
-            prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
-            confidences=confidences,
-            drafting_ids=drafting,
-            stopwatch=stopwatch,
-            num_padding_rows=num_round_rows - num_rows,
-        )
-        stopwatch.stop()
-        return launched
+        self._cache.copy_slots([(chunk.restore_from, chunk.slot) for chunk in plan.chunks if chunk.restore_from is not None])
+        step = self._tiers.pad(plan) if self._tiers is not None else PaddedStep.of(plan)
+        return self._decide(step, self._forward(step), stopwatch)
 
-    def _forward(self, plan: StepPlan, num_round_rows: int, features: Mapping[str, Tensor], *, recurs: bool) -> _Forward:
-        """Lay out the rounds, of ``num_round_rows`` rows, and run the network; from a graph if the shape ``recurs``."""
-        numbers = StepNumbers(plan, num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode)
+    def _forward(self, step: PaddedStep) -> _Forward:
+        """Lay out the rounds and run the network; from a graph if the step recurs."""
+        features = self._take_chunks(step.plan)
+        numbers = StepNumbers(
+            step.plan, step.num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode
+        )
 
         def forward(packed: Tensor, round_numbers: Tensor) -> _Forward:
-            rounds = self._speculator.lay_out(round_numbers, num_round_rows)
+            rounds = self._speculator.lay_out(round_numbers, step.num_round_rows)
             inputs = numbers.derive(packed, rounds, features)
             outputs = self.model.run(inputs, self._cache, between_layers=self.team.between_layers)
             context = None if outputs.aux is None else Context.of(outputs.aux, inputs.decoder)
             return _Forward(rounds=rounds, hidden=outputs.hidden, context=context)
 
-        key = numbers.shape if recurs else None
-        return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(plan))
+        key = numbers.shape if step.recurs else None
+        return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(step.plan))
+
+    def _decide(self, step: PaddedStep, ran: _Forward, stopwatch: Stopwatch) -> Launched:
+        """Choose tokens, draft after them, save states, and start the copies of what the host wants to know.
+
+        What the host finds out while the forward pass runs may be used here.
+        """
+        plan, names = step.plan, step.sampling_ids
+        prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
+        params = [self._known[name].params for name in names]
+        decided = None
+        if names:
+            decided = self._speculator.decide(step.sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
+        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=step.recurs)
+        self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
+        if decided is not None and any(each.save_to for each in plan.rounds):
+            self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
+        drafting = step.drafting_ids
+        launched = Launched(
+            request_ids=names,
+            params=params,
+            decided=on_host(decided, len(names)) if decided is not None else None,
+            prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
+            confidences=to_host(confidences[: len(drafting)]) if confidences is not None else None,
+            drafting_ids=drafting,
+            stopwatch=stopwatch,
+            num_padding_rows=step.num_padding_rows,
+        )
+        stopwatch.stop()
+        return launched
 
     def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:
         """Give slots to the requests that begin in them; features of the image positions that chunks show, by request."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from deepinfer.engine.process import main
 from deepinfer.errors import ConfigError, ContextTooLong
 from deepinfer.request import FinishReason, RequestOutput
-from deepinfer.scheduler.scheduler import SchedulerStats
+from deepinfer.scheduler.stats import SchedulerStats
 
 RAISES, STICKS, PAUSES = 301, 302, 303
 """The step raises; never ends; takes a second."""

@@ -10,8 +10,7 @@ from PIL import Image
 
 from deepinfer.config import named_config
 from deepinfer.engine.prompt import build_prompt, picture_hash
-from deepinfer.executor.worker import Picture
-from deepinfer.images import ImagePlan
+from deepinfer.images import ImagePlan, Picture
 from deepinfer.kv.prefix import PageChain
 from tests.engine.harness import PAGE_TOKENS, build, drain, fresh, params, request, rng_of, tokens
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deepinfer.errors import StepFailed
 from deepinfer.executor.executor import Executor
-from deepinfer.executor.sample import Launched, on_host
+from deepinfer.executor.results import Launched, on_host
 from deepinfer.executor.speculate import finite_logprobs
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash

@@ -9,8 +9,8 @@ import torch
 
 from deepinfer.config import named_config
 from deepinfer.errors import StepFailed
-from deepinfer.executor.pictures import Features, Gallery, Picture
-from deepinfer.images import ImagePlan
+from deepinfer.executor.pictures import Features, Gallery
+from deepinfer.images import ImagePlan, Picture
 from deepinfer.model.vision import VisionTower
 from deepinfer.request import Request, SamplingParams
 from tests.devices import no_waits
