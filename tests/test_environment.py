@@ -305,7 +305,7 @@ EXTREMES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from([each for each in FIELDS if each != "model"]), EXTREMES, min_size=1, max_size=2))
 def test_any_value_of_any_setting_is_accepted_for_both_doors_or_one_error(values):
     try:

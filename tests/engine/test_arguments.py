@@ -118,7 +118,7 @@ JUNK = st.one_of(
 NAMES = ["prompts", "sampling_params", "prompt_token_ids", "multi_modal_data"]
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, min_size=1))
 def test_arguments_of_any_type_are_served_or_refused(llm, arguments):
     try:
@@ -177,7 +177,7 @@ def test_prompts_are_taken_from_what_people_have(llm):
 ADD = {"user_id": 1, "request_id": "x", "sampling_params": greedy(), "prompt_token_ids": [0, 5] * 100}
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     st.sampled_from([*ADD, "multi_modal_data", "arrival_time", "extra", "enqueue", "chunk_checkpoints"]),
     st.one_of(

@@ -36,7 +36,7 @@ def test_whatever_is_handed_over_is_served_or_refused_and_the_core_goes_on():
     async def test(client):
         loop = asyncio.get_running_loop()
 
-        @settings(max_examples=150)
+        @settings(max_examples=75)
         @given(st.sampled_from([*ADD, "images", "priority", "salt"]), JUNK)
         def try_it(name, value):
             asyncio.run_coroutine_threadsafe(one(name, value), loop).result()

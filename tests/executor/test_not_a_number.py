@@ -72,7 +72,7 @@ BAD_ROWS = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["coupled", "sampled", "argmax"]),
     st.lists(st.integers(0, WIDTH), min_size=1, max_size=4),

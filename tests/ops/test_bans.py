@@ -60,7 +60,7 @@ def may_be(params, forbidden):
     return allowed - {EOS} or allowed if params.first_n_token_no_eos > 3 else allowed
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     asked(),
     st.lists(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), min_size=3, max_size=3),
