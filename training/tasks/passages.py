@@ -1,0 +1,179 @@
+"""Finding facts: in a short passage, and in a long context; and telling stories."""
+
+from __future__ import annotations
+
+import random
+
+from training.tasks.english import sentence, story
+from training.tasks.task import Task, contains, is_reply, simple
+from training.tasks.text import code
+from training.tasks.words import (
+    ANIMALS,
+    CITIES,
+    COLORS,
+    FOODS,
+    FRUITS,
+    HOBBIES,
+    JOBS,
+    NAMES,
+    PLACES,
+    SURNAMES,
+    THINGS,
+    article,
+    where,
+)
+
+_NEEDLE_CHARS = (300, 16_000)
+
+
+def extractions(rng: random.Random) -> Task:
+    """A question about one of some people of a passage."""
+    people = rng.sample(NAMES, rng.randint(1, 4))
+    facts: list[tuple[str, list[tuple[str, str]]]] = []
+    for name in people:
+        facts += rng.sample(_facts_of(rng, name), rng.randint(2, 4))
+    if rng.random() < 0.5:
+        rng.shuffle(facts)
+    passage = " ".join(text for text, _ in facts)
+    text_of_fact, asked = rng.choice(facts)
+    question, answer = rng.choice(asked)
+    request = rng.choice(
+        (
+            "{passage}\n\n{question}",
+            "Read the text and answer the question.\n\nText: {passage}\n\nQuestion: {question}",
+            "{question}\n\n{passage}",
+            "Text:\n{passage}\n\nQuestion: {question}\nAnswer briefly.",
+            "Here is a text: {passage}\n{question}",
+            "Passage: {passage}\n\nUse the passage to answer: {question}",
+        )
+    ).format(passage=passage, question=question)
+
+    def reasoning(effort: int) -> str:
+        return f'The text says: "{text_of_fact}"' + (f" So the answer is {answer}." if effort > 50 else "")
+
+    bare = answer.removesuffix(".")
+    return simple(rng, "extract", request, f"{bare}.", key=f"{passage} {question}", check=contains(bare), reasoning=reasoning)
+
+
+def _facts_of(rng: random.Random, name: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sentences about a person, each with questions and answers; no two answer the same question."""
+    city, job, hobby, age = rng.choice(CITIES), rng.choice(JOBS), rng.choice(HOBBIES), rng.randint(18, 80)
+    animal, animal_name, thing, color = rng.choice(ANIMALS[:12]), rng.choice(SURNAMES), rng.choice(THINGS), rng.choice(COLORS)
+    food, place, number, year = rng.choice(FOODS), rng.choice(PLACES), rng.randint(10, 99), rng.randint(1950, 2020)
+    owned = f"{color} {thing}"
+
+    def of(noun: str) -> str:
+        return f"{name}'s {noun}" if rng.random() < 0.5 else f"the {noun} of {name}"
+
+    def first(noun: str) -> str:
+        owner = of(noun)
+        return f"{owner[0].upper()}{owner[1:]}"
+
+    return [
+        (f"{name} lives in {city}.", [(f"Where does {name} live?", city), (f"In which city does {name} live?", city)]),
+        (
+            f"{name} works as {article(job)}.",
+            [(f"What is {of('job')}?", job.capitalize()), (f"What does {name} work as?", article(job).capitalize())],
+        ),
+        (f"{name} is {age} years old.", [(f"How old is {name}?", str(age)), (f"What is {of('age')}?", str(age))]),
+        (f"{first('favorite hobby')} is {hobby}.", [(f"What is {of('hobby')}?", hobby.capitalize())]),
+        (
+            f"{name} has {article(animal)} called {animal_name}.",
+            [
+                (f"What is the name of {of(animal)}?", animal_name),
+                (f"Which animal does {name} have?", article(animal).capitalize()),
+            ],
+        ),
+        (
+            f"{name} bought {article(owned)}.",
+            [
+                (f"What did {name} buy?", article(owned).capitalize()),
+                (f"Which color does {of(thing)} have?", color.capitalize()),
+            ],
+        ),
+        (f"{first('favorite food')} is {food}.", [(f"What is {of('favorite food')}?", food.capitalize())]),
+        (f"{name} meets friends {where(place)}.", [(f"Where does {name} meet friends?", where(place).capitalize())]),
+        (f"{first('room number')} is {number}.", [(f"What is {of('room number')}?", str(number))]),
+        (
+            f"{name} was born in {year}.",
+            [(f"When was {name} born?", f"In {year}"), (f"In which year was {name} born?", str(year))],
+        ),
+    ]
+
+
+def needles(rng: random.Random) -> Task:
+    """One fact in a long text, among other text and other facts of the same form."""
+    low, high = _NEEDLE_CHARS
+    chars = int(low * (high / low) ** rng.random())
+    filler: list[str] = []
+    size = 0
+    while size < chars:
+        filler.append(sentence(rng))
+        size += len(filler[-1]) + 1
+    return needle_in(rng, filler)
+
+
+def needle_in(rng: random.Random, filler: list[str]) -> Task:
+    """One fact among these sentences and other facts of the same form."""
+    form, ask = rng.choice(
+        (
+            ("The secret code of {who} is {what}.", "What is the secret code of {who}?"),
+            ("The password for the {where} is {what}.", "What is the password for the {where}?"),
+            ("The phone number of {who} is {what}.", "What is the phone number of {who}?"),
+            ("The ticket number of {who} is {what}.", "What is the ticket number of {who}?"),
+            ("The magic word of the {where} is {what}.", "What is the magic word of the {where}?"),
+            ("Remember this: the key of the {where} has the number {what}.", "Which number does the key of the {where} have?"),
+        )
+    )
+    subjects = rng.sample(NAMES if "{who}" in form else PLACES, rng.randint(1, 4))
+    slot = "who" if "{who}" in form else "where"
+    is_word = "magic word" in form
+    values = [rng.choice([*THINGS, *FRUITS, *ANIMALS]) if is_word else code(rng, rng.randint(4, 8)) for _ in subjects]
+    needles_ = [form.format(**{slot: subject, "what": value}) for subject, value in zip(subjects, values, strict=True)]
+    sentences = list(filler)
+    for needle in needles_:
+        sentences.insert(rng.randint(0, len(sentences)), needle)
+    chosen = rng.randrange(len(subjects))
+    question = ask.format(**{slot: subjects[chosen]})
+    lines: list[str] = []
+    while sentences:
+        count = rng.randint(4, 12)
+        lines.append(" ".join(sentences[:count]))
+        del sentences[:count]
+    passage = "\n\n".join(lines)
+    request = rng.choice(
+        (
+            f"{passage}\n\n{question}",
+            f"Read this text. There is a question at the end.\n\n{passage}\n\nQuestion: {question}",
+            f"{question} The answer is in this text:\n\n{passage}",
+            f"Here is a long text.\n\n{passage}\n\nNow answer: {question}",
+        )
+    )
+    answer = values[chosen]
+    return simple(
+        rng,
+        "needle",
+        request,
+        f"{answer}.",
+        key=f"{needles_} {question}",
+        check=contains(answer),
+        reasoning=lambda effort: f'The text says: "{needles_[chosen]}"',
+        thinking_share=0.1,
+    )
+
+
+def stories(rng: random.Random) -> Task:
+    """Tell a short story about somebody and an animal or a thing."""
+    name, subject = rng.choice(NAMES), rng.choice([*ANIMALS, *THINGS])
+    request = rng.choice(
+        (
+            "Tell me a short story about {name} and {subject}.",
+            "Write a short story about {name} and {subject}.",
+            "Please tell a story about {name} and {subject}.",
+            "I would like to hear a story about {name} and {subject}.",
+            "Write a story for children. {name} and {subject} should be in it.",
+            "Can you tell me a story about {name} and {subject}?",
+        )
+    ).format(name=name, subject=article(subject))
+    text = story(rng, name, subject)
+    return simple(rng, "story", request, text, key=text, check=is_reply())
