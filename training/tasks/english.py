@@ -9,12 +9,14 @@ from training.tasks.words import (
     ANIMAL_COLORS,
     ANIMALS,
     CITIES,
+    CLOSABLE_PLACES,
     COLORS,
     FOODS,
     FRUITS,
     JOBS,
     MOODS,
     NAMES,
+    OUTDOOR_PLACES,
     PLACES,
     THINGS,
     article,
@@ -53,7 +55,7 @@ def sentence(rng: random.Random) -> str:
             f"{name} gave {other} {article(thing)}.",
             f"The {job} bought {article(color)} {thing} in {city}.",
             f"In the evening, {name} and {other} drink {rng.choice(('tea', 'coffee', 'milk', 'juice'))}.",
-            f"The {place} is closed on Sundays.",
+            f"The {rng.choice(CLOSABLE_PLACES)} is closed on Sundays.",
             f"The {job} saw {article(rng.choice(ANIMAL_COLORS))} {animal} {where(place)}.",
             f"{name} lost the {thing} near the {place}.",
             f"{name} has {rng.randint(2, 9)} {pet}s and one {rng.choice(('parrot', 'turtle', 'rabbit', 'hen'))}.",
@@ -73,7 +75,7 @@ def paragraph(rng: random.Random, sentences: int) -> str:
 def story(rng: random.Random, name: str, subject: str) -> str:
     """A short story of a person called ``name`` and ``subject``, an animal or a thing."""
     friend = rng.choice([each for each in NAMES if each != name])
-    place, adjective, color = rng.choice(PLACES), rng.choice(ADJECTIVES), rng.choice(COLORS)
+    place, adjective, color = rng.choice(OUTDOOR_PLACES), rng.choice(ADJECTIVES), rng.choice(COLORS)
     is_animal = subject in ANIMALS
     opening = rng.choice(
         (

@@ -37,6 +37,8 @@ PLACES = _words(
     "garden kitchen park school library market station forest river beach farm hospital museum bakery office square bridge "
     "harbor village tower church hotel theater castle"
 )
+CLOSABLE_PLACES = _words("library school market museum bakery office hotel theater castle")
+OUTDOOR_PLACES = _words("garden park market station forest river beach farm bridge harbor village church castle school")
 ON_PLACES = frozenset({"beach", "farm", "bridge"})
 BY_PLACES = frozenset({"river"})
 AT_PLACES = frozenset({"school", "market", "station", "hotel"})
