@@ -459,7 +459,7 @@ class Request:
         params: how to sample.
         priority: the higher is admitted first and preempted last; 64 bits.
         salt: tenant; requests share cached memory only with requests of the same salt.
-        images: position of a picture's first token -> hash of its content.
+        image_hashes: position of a picture's first token -> hash of its content.
         checkpoints: positions, multiples of a page, at which a chunk of the prompt must end so that state can be saved there.
     """
 
@@ -468,7 +468,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     salt: bytes = b""
-    images: Mapping[int, bytes] = field(default_factory=dict, hash=False)
+    image_hashes: Mapping[int, bytes] = field(default_factory=dict, hash=False)
     checkpoints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -482,8 +482,10 @@ class Request:
             )
         put(self, "priority", as_priority(self.priority))
         put(self, "salt", as_bytes("salt", self.salt))
-        if not isinstance(self.images, Mapping):
-            raise RequestError(f"images of type {type(self.images).__name__} were given; give a mapping from positions to hashes")
+        if not isinstance(self.image_hashes, Mapping):
+            raise RequestError(
+                f"image_hashes of type {type(self.image_hashes).__name__} were given; give a mapping from positions to hashes"
+            )
         given = as_whole_numbers("checkpoints", self.checkpoints, things="positions", low=None)
         put(self, "checkpoints", tuple(dict.fromkeys(given)))
 

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import RequestError, reason, shown
-from deepinfer.executor.rows import RowTable
+from deepinfer.executor.slots import SlotTable
 from deepinfer.request import MAX_SAMPLES, Request, RequestOutput, SamplingParams
 
 EVERYTHING = {
@@ -245,7 +245,7 @@ def test_what_fp32_can_hold_is_accepted():
 @example(9.999999747378752e-06)
 def test_host_and_device_agree_about_what_is_greedy(temperature):
     params = SamplingParams(temperature=temperature, seq_seed=1)
-    table = RowTable(2, 0, torch.device("cpu"))
+    table = SlotTable(2, 0, torch.device("cpu"))
     table.write(1, params, 10)
     assert table.sampling(torch.tensor([1]), filters=False).greedy.item() == params.is_greedy
 

@@ -90,7 +90,7 @@ def _visible(rows: LayerInputs, window: int, ring_tokens: int) -> list[tuple[int
     assert [each % ring_tokens for each in earlier] == before.positions.flatten().tolist(), "earlier keys end before the step"
     own = rows.positions.tolist()
     seen = []
-    for position, keys in zip(own, before.rows.tolist(), strict=True):
+    for position, keys in zip(own, before.idx.tolist(), strict=True):
         seen.append((position, [(earlier + own)[key] for key in keys if key >= 0]))
     return seen
 

@@ -229,7 +229,10 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         return Request(
-            request_id=str(next(self._numbers)), prompt_token_ids=prompt.token_ids, params=params, images=dict(prompt.images)
+            request_id=str(next(self._numbers)),
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            image_hashes=dict(prompt.image_hashes),
         )
 
     def _take_in(self, inbox: _Inbox, requests: Sequence[Request], prompts: Sequence[Prompt]) -> None:

@@ -133,7 +133,7 @@ class LLMEngine:
                 request_id=request_id,
                 prompt_token_ids=prompt.token_ids,
                 params=sampling_params,
-                images=prompt.images,
+                image_hashes=prompt.image_hashes,
                 checkpoints=tuple(as_whole_numbers("chunk_checkpoints", checkpoints, things="positions", low=None)),
             )
             self._driver.add(request, prompt.pictures, arrived_s)

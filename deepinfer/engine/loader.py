@@ -20,7 +20,7 @@ from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, sav
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
 from deepinfer.executor.executor import Executor
-from deepinfer.executor.graphs import Tiers
+from deepinfer.executor.graphs import Buckets
 from deepinfer.executor.worker import Worker, workspace_bytes
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
@@ -191,7 +191,9 @@ def _build_worker(
         banned_token_ids=args.banned_token_ids,
         replay_mode="mask" if args.decoder_replay == "mask" else "compact",
         guard_syncs=args.sync_guard,
-        tiers=Tiers(rows=args.graph_rows_interval, requests=args.graph_requests_interval) if _captures(args, device) else None,
+        buckets=Buckets(rows=args.graph_rows_interval, requests=args.graph_requests_interval)
+        if _captures(args, device)
+        else None,
         capture_forward=not args.enforce_eager,
         capture_draft=not args.draft_enforce_eager,
         num_threads=num_threads,

@@ -328,7 +328,7 @@ class CoreProcess:
             return  # aborted meanwhile
         try:
             prompt = done.result()
-            self._enter(message, prompt.token_ids, prompt.pictures, prompt.images)
+            self._enter(message, prompt.token_ids, prompt.pictures, prompt.image_hashes)
         except RequestError as error:
             self._refuse(number, error)
 
@@ -337,7 +337,7 @@ class CoreProcess:
         message: ipc.Add,
         token_ids: tuple[int, ...] | npt.NDArray[np.int32],
         pictures: Sequence[Picture] = (),
-        images: Mapping[int, bytes] = _NONE,
+        image_hashes: Mapping[int, bytes] = _NONE,
     ) -> None:
         request = Request(
             request_id=message.request_id,
@@ -345,7 +345,7 @@ class CoreProcess:
             params=SamplingParams(**message.params),
             priority=message.priority,
             salt=message.salt,
-            images=images,
+            image_hashes=image_hashes,
         )
         self._core.add(request, pictures)
         self._ids[message.number] = message.request_id

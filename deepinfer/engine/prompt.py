@@ -27,12 +27,12 @@ class Prompt:
     Attributes:
         token_ids: every image placeholder expanded to its span.
         pictures: in the order of the spans.
-        images: position of each span's first token -> hash of its picture.
+        image_hashes: position of each span's first token -> hash of its picture.
     """
 
     token_ids: tuple[int, ...]
     pictures: tuple[Picture, ...] = ()
-    images: Mapping[int, bytes] = field(default_factory=dict)
+    image_hashes: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +285,7 @@ def build_prompt(
         pictures.append(Picture(plan=plan, pixels=pixels))
         hashes[len(ids)] = picture_hash(pictures[-1])
         ids += [config.image_token_id] * plan.span_tokens
-    return Prompt(token_ids=tuple(ids), pictures=tuple(pictures), images=hashes)
+    return Prompt(token_ids=tuple(ids), pictures=tuple(pictures), image_hashes=hashes)
 
 
 def image_files(extra: object) -> ImageFiles:

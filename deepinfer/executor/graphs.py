@@ -2,7 +2,7 @@
 
 A decode step is thousands of small kernels, which a GPU runs faster than a host can launch them.  Nothing in such a step looks at
 a number on the host, so that one captured program serves all steps of its shape: lengths, positions, pages, and how many drafts
-each round verifies are data.  :class:`Tiers` makes shapes recur; :class:`Graphs` captures and replays.
+each round verifies are data.  :class:`Buckets` makes shapes recur; :class:`Graphs` captures and replays.
 
 Padding is inert: rounds of nobody stand in slot 0 and page 0, and rows of nobody behind all others.  No sum changes its order
 with the number of rows, so a padded step gives the same bits as one that is not, and a replay the same as a fresh run.
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_FILLING = 8
-"""Pages of a padded plan for each one before.  Tiers alone make less than 4; more comes from contexts of different lengths."""
+"""Pages of a padded plan for each one before.  Buckets alone make less than 4; more comes from contexts of different lengths."""
 
 
-def tier(count: int, interval: int) -> int:
+def bucket(count: int, interval: int) -> int:
     """``count`` rounded up: to a power of two below ``interval``, to a multiple of it from there on."""
     if count >= interval:
         return -(-count // interval) * interval
@@ -87,7 +87,7 @@ class PaddedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
+class Buckets:
     """Sizes that steps of rounds are rounded up to.
 
     Pages of a round are rounded up to a power of two for all rounds of a step.
@@ -107,9 +107,9 @@ class Tiers:
         """
         if plan.chunks or not plan.rounds:
             return PaddedStep.of(plan)
-        count = tier(len(plan.rounds), self.requests)
+        count = bucket(len(plan.rounds), self.requests)
         lens = [len(each.page_ids) for each in plan.rounds]
-        num_pages = tier(max(lens), 1 << 62)
+        num_pages = bucket(max(lens), 1 << 62)
         if count * num_pages > _MAX_FILLING * sum(lens):
             return PaddedStep.of(plan)
         page_ids = np.zeros((count, num_pages), dtype=np.int32)
@@ -122,7 +122,7 @@ class Tiers:
         return PaddedStep(
             plan=dataclasses.replace(plan, rounds=tuple(rounds)),
             num_rounds=len(plan.rounds),
-            num_round_rows=tier(count + plan.num_drafts, self.rows),
+            num_round_rows=bucket(count + plan.num_drafts, self.rows),
             recurs=True,
         )
 

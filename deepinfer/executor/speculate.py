@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deepinfer.config import DraftSampling
 from deepinfer.executor.graphs import Graphs
-from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import PackedRows, TokenRules
+from deepinfer.executor.slots import SlotTable
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.inputs import LayerInputs
@@ -107,7 +107,7 @@ class Speculator:
 
     def __init__(
         self,
-        table: RowTable,
+        table: SlotTable,
         rules: TokenRules,
         drafter: Drafter | None,
         *,

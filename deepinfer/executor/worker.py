@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig
-from deepinfer.executor.graphs import Graphs, PaddedStep, Tiers
+from deepinfer.executor.graphs import Buckets, Graphs, PaddedStep
 from deepinfer.executor.pictures import Features, Gallery
 from deepinfer.executor.results import Launched, Stopwatch, on_host, to_host
-from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules, rules_bytes
+from deepinfer.executor.slots import SlotTable
 from deepinfer.executor.speculate import Context, Speculator, finite_logprobs
 from deepinfer.executor.team import Team
 from deepinfer.images import Picture
@@ -67,7 +67,7 @@ def workspace_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _Unfinished:
     """What the worker remembers of an unfinished request."""
 
     params: SamplingParams
@@ -112,7 +112,7 @@ class Worker:
         banned_token_ids: Sequence[int] = (),
         replay_mode: ReplayMode = "compact",
         guard_syncs: bool = True,
-        tiers: Tiers | None = None,
+        buckets: Buckets | None = None,
         capture_forward: bool = True,
         capture_draft: bool = True,
         num_threads: int = 1,
@@ -126,7 +126,7 @@ class Worker:
             banned_token_ids: never sampled.
             replay_mode: how rows in front of a decoder floor are kept out of the decoder half.
             guard_syncs: whether a launch that waits for a GPU is an error.
-            tiers: sizes that steps of rounds are rounded up to; None leaves them as they are and captures nothing.
+            buckets: sizes that steps of rounds are rounded up to; None leaves them as they are and captures nothing.
             capture_forward, capture_draft: whether a GPU replays graphs of the forward pass, and of drafting.
             num_threads: threads that a step on a CPU may compute with.
         """
@@ -148,7 +148,7 @@ class Worker:
         self._cache = KVCache(layout, num_pages=num_pages, num_slots=num_slots, device=model.device)
         self._max_model_len = max_model_len
         device, vocab_size = model.device, config.vocab_size
-        self._rows = RowTable(
+        self._slots = SlotTable(
             num_slots,
             num_drafts,
             device,
@@ -157,19 +157,19 @@ class Worker:
         )
         forbidden = (config.image_token_id, *banned_token_ids)
         self._rules = TokenRules(vocab_size, eos_token_id=config.eos_token_id, forbidden=forbidden, device=device)
-        self._tiers = tiers
-        self._graphs: Graphs[_Forward] = Graphs(device, enabled=capture_forward and tiers is not None)
+        self._buckets = buckets
+        self._graphs: Graphs[_Forward] = Graphs(device, enabled=capture_forward and buckets is not None)
         self._speculator = Speculator(
-            self._rows,
+            self._slots,
             self._rules,
             drafter,
             mode=draft_mode,
             num_drafts=num_drafts,
             eos_token_id=config.eos_token_id,
-            graphs=Graphs(device, enabled=capture_draft and tiers is not None),
+            graphs=Graphs(device, enabled=capture_draft and buckets is not None),
         )
         self.team = Team(num_threads)
-        self._known: dict[str, _Known] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
         self._owners: dict[int, str] = {}  # slot -> request whose row it holds
 
     @torch.inference_mode()
@@ -186,12 +186,12 @@ class Worker:
             assert self._gallery is not None, "pictures are accepted only with a vision tower"
             features = self._gallery.take(pictures)
         num_tokens_max = min(num_prompt + params.max_tokens, self._max_model_len)
-        self._known[request_id] = _Known(params=params, num_tokens_max=num_tokens_max, features=features)
+        self._unfinished[request_id] = _Unfinished(params=params, num_tokens_max=num_tokens_max, features=features)
         self._rules.add(request_id, params, num_prompt)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; its id may be used again."""
-        features = self._known.pop(request_id).features
+        features = self._unfinished.pop(request_id).features
         if features is not None and self._gallery is not None:
             self._gallery.give_back(features)
         self._rules.remove(request_id)
@@ -215,7 +215,7 @@ class Worker:
         stopwatch = Stopwatch(self.model.device)
         self._cache.copy_pages(plan.page_copies)
         self._cache.copy_slots([(chunk.restore_from, chunk.slot) for chunk in plan.chunks if chunk.restore_from is not None])
-        step = self._tiers.pad(plan) if self._tiers is not None else PaddedStep.of(plan)
+        step = self._buckets.pad(plan) if self._buckets is not None else PaddedStep.of(plan)
         return self._decide(step, self._forward(step), stopwatch)
 
     def _forward(self, step: PaddedStep) -> _Forward:
@@ -242,7 +242,7 @@ class Worker:
         """
         plan, names = step.plan, step.sampling_ids
         prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
-        params = [self._known[name].params for name in names]
+        params = [self._unfinished[name].params for name in names]
         decided = None
         if names:
             decided = self._speculator.decide(step.sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
@@ -270,13 +270,13 @@ class Worker:
         for chunk in plan.chunks:
             if chunk.request_id == PLACEHOLDER:
                 continue
-            known = self._known[chunk.request_id]
+            known = self._unfinished[chunk.request_id]
             former = self._owners.get(chunk.slot)
             if former != chunk.request_id:
                 if former is not None:
                     self._rules.stop(former)
                 self._owners = {slot: owner for slot, owner in self._owners.items() if owner != chunk.request_id}
-                self._rows.write(chunk.slot, known.params, known.num_tokens_max)
+                self._slots.write(chunk.slot, known.params, known.num_tokens_max)
                 self._owners[chunk.slot] = chunk.request_id
                 self._rules.start(chunk.request_id)
             if chunk.history_ids is not None:

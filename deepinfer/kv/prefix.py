@@ -56,21 +56,21 @@ class PageChain:
         self.num_tokens = 0
         self._root = _digest(_ROOT, struct.pack("<II", FORMAT_VERSION, page_tokens), salt)
         self._tail = bytearray()  # tokens behind the last full page
-        self._images: dict[int, bytes] = {}  # pictures that start among them
+        self._image_hashes: dict[int, bytes] = {}  # pictures that start among them
 
-    def extend(self, token_ids: npt.NDArray[np.int32], images: Mapping[int, bytes] = _NO_IMAGES) -> None:
+    def extend(self, token_ids: npt.NDArray[np.int32], image_hashes: Mapping[int, bytes] = _NO_IMAGES) -> None:
         """Append tokens.
 
         Args:
             token_ids: [num_tokens] int32, none of them pending.
-            images: position in the sequence -> content hash of the picture that starts there; within the appended tokens.
+            image_hashes: position in the sequence -> content hash of the picture that starts there; within the appended tokens.
 
         Cost: one hash a completed page, about 1 µs for 128 tokens; without one, a copy of the tokens.
         """
         start, page_bytes = self.num_tokens, 4 * self.page_tokens
-        for position, content in images.items():
+        for position, content in image_hashes.items():
             assert start <= position < start + len(token_ids), f"image at {position} is not among the tokens it comes with"
-            self._images[position] = content
+            self._image_hashes[position] = content
         self._tail += np.ascontiguousarray(token_ids, dtype="<i4").data
         self.num_tokens += len(token_ids)
         num_full = len(self._tail) // page_bytes
@@ -84,14 +84,14 @@ class PageChain:
     def _append_keys(self, tokens: memoryview, page_bytes: int) -> None:
         key = self.keys[-1] if self.keys else self._root
         for start in range(0, len(tokens), page_bytes):
-            images = self._images_of_page(len(self.keys)) if self._images else _NO_IMAGE
-            key = _digest(_PAGE, key, tokens[start : start + page_bytes], images)
+            hashes = self._hashes_of_page(len(self.keys)) if self._image_hashes else _NO_IMAGE
+            key = _digest(_PAGE, key, tokens[start : start + page_bytes], hashes)
             self.keys.append(key)
 
-    def _images_of_page(self, index: int) -> bytes:
+    def _hashes_of_page(self, index: int) -> bytes:
         first = index * self.page_tokens
-        inside = sorted(position for position in self._images if position < first + self.page_tokens)
-        parts = [(position - first, self._images.pop(position)) for position in inside]
+        inside = sorted(position for position in self._image_hashes if position < first + self.page_tokens)
+        parts = [(position - first, self._image_hashes.pop(position)) for position in inside]
         framed = [struct.pack("<II", offset, len(content)) + content for offset, content in parts]
         return struct.pack("<I", len(framed)) + b"".join(framed)
 
@@ -99,7 +99,7 @@ class PageChain:
         """The same sequence, to be continued differently."""
         twin = PageChain(self.page_tokens)
         twin.keys, twin.num_tokens, twin._root = self.keys.copy(), self.num_tokens, self._root
-        twin._tail, twin._images = self._tail.copy(), self._images.copy()
+        twin._tail, twin._image_hashes = self._tail.copy(), self._image_hashes.copy()
         return twin
 
 

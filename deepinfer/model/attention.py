@@ -40,11 +40,11 @@ class Choice:
     """What a choosing layer hands to the layers above it.
 
     Attributes:
-        rows: [num_tokens, index_topk] int64 step rows of chosen entries.
+        entry_idx: [num_tokens, index_topk] int64 indices of the chosen entries.
         blocks: [num_tokens, candidate_topk_blocks] int64 candidate blocks, once the candidate layer has run.
     """
 
-    rows: Tensor
+    entry_idx: Tensor
     blocks: Tensor | None = None
 
 
@@ -76,7 +76,7 @@ class Compressor:
             # The older half of a pair is the row before, or, for a request's first row, the state that an earlier step left.
             ring = cache.compressor(self.layer)
             before = inputs.compressor_before
-            previous = before.gather(ring, raw)[before.rows[:, 0]]
+            previous = before.gather(ring, raw)[before.idx[:, 0]]
             inputs.compressor.write(ring, raw)
         main, index = ops.compress(raw, previous, self.weights, rotations.entries[self.ratio], self.dtype)
         where = inputs.store_rows[self.ratio]
@@ -108,14 +108,16 @@ class Indexer:
         store = cache.index(self.source)
         where = (store, inputs.page_ids, inputs.spans, config.index_topk)
         if self.is_candidate_source:
-            rows, blocks = ops.index_blocks(q, head_weights, *where, config.candidate_topk_blocks, config.candidate_block_size)
-            return Choice(rows=rows, blocks=blocks)
+            entry_idx, blocks = ops.index_blocks(
+                q, head_weights, *where, config.candidate_topk_blocks, config.candidate_block_size
+            )
+            return Choice(entry_idx=entry_idx, blocks=blocks)
         if self.is_within:
             candidates = below.blocks if below is not None else None
             assert candidates is not None, "the candidate layer ran below"
-            rows = ops.index_topk_within(q, head_weights, *where, candidates, config.candidate_block_size)
-            return Choice(rows=rows, blocks=candidates)
-        return Choice(rows=ops.index_topk(q, head_weights, *where))
+            entry_idx = ops.index_topk_within(q, head_weights, *where, candidates, config.candidate_block_size)
+            return Choice(entry_idx=entry_idx, blocks=candidates)
+        return Choice(entry_idx=ops.index_topk(q, head_weights, *where))
 
 
 class Attention:
@@ -155,14 +157,14 @@ class Attention:
         choice = below
         if self.indexer is not None:
             choice = self.indexer(q_latent8, x, inputs, cache, rotation, below)
-        store = rows = None
+        store = entry_idx = None
         if self.has_store:
             assert choice is not None, "a choosing layer ran at or below"
-            store, rows = cache.main(config.kv_source(self.layer)), choice.rows
+            store, entry_idx = cache.main(config.kv_source(self.layer)), choice.entry_idx
         q = linear_fp8(q_latent8, self.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
         ring, before = cache.window(self.layer), inputs.window_before
         window = before.gather(ring, records)
         inputs.window.write(ring, records)
-        out = ops.sparse_attention(q, rotation, self.sinks, window, before.rows, store, inputs.page_ids, rows)
+        out = ops.sparse_attention(q, rotation, self.sinks, window, before.idx, store, inputs.page_ids, entry_idx)
         z = linear_fp8_grouped(out.unflatten(1, (config.o_groups, -1)).flatten(2), self.wo_a)
         return linear_fp8(quantise(z), self.wo_b), choice

@@ -20,7 +20,7 @@ from deepinfer.config import QUANT_BLOCK, DraftSampling, ModelConfig
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.attention import Attention
 from deepinfer.model.flash import Flash
-from deepinfer.model.inputs import LayerInputs, PreviousRows, RingRows
+from deepinfer.model.inputs import LayerInputs, PreviousTokens, RingRows
 from deepinfer.model.moe import MoE
 from deepinfer.model.parameters import Parameters
 from deepinfer.ops import norm as ops
@@ -234,13 +234,13 @@ class Drafter:
             starts=anchor_positions,
             page_ids=nothing,
             window=nowhere,
-            window_before=PreviousRows(
+            window_before=PreviousTokens(
                 slots=slots.unsqueeze(1),
                 positions=context % ring_tokens,
-                rows=keys.unsqueeze(1).expand(-1, self.width, -1).flatten(0, 1),
+                idx=keys.unsqueeze(1).expand(-1, self.width, -1).flatten(0, 1),
             ),
             compressor=nowhere,
-            compressor_before=PreviousRows(slots=nothing.view(0, 1), positions=nothing.view(0, 1), rows=nothing.view(0, 1)),
+            compressor_before=PreviousTokens(slots=nothing.view(0, 1), positions=nothing.view(0, 1), idx=nothing.view(0, 1)),
             store_rows={},
         )
 

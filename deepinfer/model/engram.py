@@ -42,7 +42,7 @@ class History:
         ids = self._compressed(inputs.token_ids).int()
         known = before.gather(ring, ids).long()
         inputs.lookback.write(ring, ids)
-        return known[before.rows].masked_fill_(before.rows < 0, ops.DEAD)
+        return known[before.idx].masked_fill_(before.idx < 0, ops.DEAD)
 
     def _compressed(self, token_ids: Tensor) -> Tensor:
         return torch.where(token_ids == self.image_token_id, ops.DEAD, self.compression[token_ids])

@@ -58,7 +58,7 @@ class RingRows:
 
     No two tokens write to the same place, except in slot 0, which drops what is written.
 
-    Order: what a step needs of earlier tokens is gathered (:meth:`PreviousRows.gather`) before its own tokens are written,
+    Order: what a step needs of earlier tokens is gathered (:meth:`PreviousTokens.gather`) before its own tokens are written,
     because a long chunk overwrites entries that its first tokens look at.  A kernel may do both, in this order.
 
     Attributes:
@@ -77,7 +77,7 @@ class RingRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreviousRows:
+class PreviousTokens:
     """Where the tokens of a step find the tokens before them, for one kind of ring.
 
     Both kinds of places stand in one list: [``reach`` earlier tokens of each request, out of the ring | the step's own tokens].
@@ -86,15 +86,15 @@ class PreviousRows:
         slots: [num_requests, 1] int64.
         positions: [num_requests, reach] int64, of the last tokens before each request's first one in the step, modulo the ring's
             length.
-        rows: [num_tokens, count] int64 into the list; -1 where there is no such token or it is not to be seen.
+        idx: [num_tokens, count] int64 into the list; -1 where there is no such token or it is not to be seen.
     """
 
     slots: Tensor
     positions: Tensor
-    rows: Tensor
+    idx: Tensor
 
     def gather(self, ring: Tensor, own: Tensor) -> Tensor:
-        """The list that ``rows`` points into: [num_requests * reach + num_tokens, ...].
+        """The list that ``idx`` points into: [num_requests * reach + num_tokens, ...].
 
         Args:
             ring: [num_slots, length, ...], before :meth:`RingRows.write` of this step.
@@ -131,9 +131,9 @@ class LayerInputs:
     starts: Tensor
     page_ids: Tensor
     window: RingRows
-    window_before: PreviousRows
+    window_before: PreviousTokens
     compressor: RingRows
-    compressor_before: PreviousRows
+    compressor_before: PreviousTokens
     store_rows: Mapping[int, StoreRows]
 
 
@@ -162,7 +162,7 @@ class StepInputs:
     restored: RingRows
     restored_ids: Tensor
     lookback: RingRows
-    lookback_before: PreviousRows
+    lookback_before: PreviousTokens
     encoder: LayerInputs
     decoder: LayerInputs
     decoder_rows: Tensor | None
@@ -325,7 +325,7 @@ class _Tokens:
         """Where ``rows`` [n] int64 are written into rings of ``length`` entries."""
         return RingRows(rows=rows, slots=self.slots[self.requests[rows]], positions=self.positions[rows] % length)
 
-    def before(self, offsets: range, length: int, floors: Tensor | None = None) -> PreviousRows:
+    def before(self, offsets: range, length: int, floors: Tensor | None = None) -> PreviousTokens:
         """Where each token finds the tokens at ``offsets`` from it (0 is itself), out of rings of ``length`` entries.
 
         Args:
@@ -337,10 +337,10 @@ class _Tokens:
         own = len(self.slots) * reach + first + wanted - start
         earlier = self.requests.unsqueeze(1) * reach + wanted - start + reach
         floor = 0 if floors is None else floors[self.requests].unsqueeze(1)
-        return PreviousRows(
+        return PreviousTokens(
             slots=self.slots.unsqueeze(1),
             positions=(self.starts.unsqueeze(1) + torch.arange(-reach, 0, device=device)) % length,
-            rows=torch.where(wanted >= start, own, earlier).masked_fill_(wanted < floor, -1),
+            idx=torch.where(wanted >= start, own, earlier).masked_fill_(wanted < floor, -1),
         )
 
 

@@ -56,6 +56,6 @@ class MoE:
         expert_ids, expert_weights = ops.route(
             x, self.gate, self.bias, self.bias_image, is_image, self.top_k, config.routed_scaling_factor
         )
-        picks = ops.plan(expert_ids, self.num_experts)
+        picks = ops.sort_picks(expert_ids, self.num_experts)
         parts = ops.experts(x8, expert_weights, picks, self.w13, self.w2, config.swiglu_limit)
         return ops.combine(parts, ops.shared_expert(x8, self.shared_w13, self.shared_w2, config.swiglu_limit))

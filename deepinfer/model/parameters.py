@@ -87,7 +87,7 @@ class Parameters:
             base=self.wide(f"{prefix}.hc_{sublayer}_base"),
             scale=self.wide(f"{prefix}.hc_{sublayer}_scale").repeat_interleave(counts),
             norm=self.wide(f"{prefix}.{sublayer}_norm.weight"),
-            num_rounds=config.hc_sinkhorn_iters,
+            num_iterations=config.hc_sinkhorn_iters,
             eps=config.hc_eps,
             rms_eps=config.rms_norm_eps,
         )

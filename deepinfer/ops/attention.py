@@ -208,7 +208,7 @@ class _Scored:
     visible: Tensor
     first_entries: Tensor
 
-    def step_rows(self, entries: Tensor) -> Tensor:
+    def entry_idx(self, entries: Tensor) -> Tensor:
         """Step rows of entry numbers [num_rows, count]; -1 and -2 stay."""
         return torch.where(entries >= 0, entries + self.first_entries, entries)
 
@@ -386,10 +386,10 @@ def index_topk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Ten
 
     Tolerance: exact given the scores; a backend may differ only among scores closer than its own rounding.
     """
-    rows = _none(q, top_k)
+    chosen = _none(q, top_k)
     for part in _scored(q, head_weights, store, page_ids, spans):
-        rows[part.rows] = part.step_rows(_best(part.scores, top_k))
-    return rows[:-1]
+        chosen[part.rows] = part.entry_idx(_best(part.scores, top_k))
+    return chosen[:-1]
 
 
 @op(tolerance=0.0)
@@ -415,16 +415,16 @@ def index_blocks(
         rows: [num_tokens, top_k] int64 step rows.
         blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, -1 padded.
     """
-    rows, blocks = _none(q, top_k), _none(q, top_blocks)
+    chosen, blocks = _none(q, top_k), _none(q, top_blocks)
     for part in _scored(q, head_weights, store, page_ids, spans):
-        rows[part.rows] = part.step_rows(_best(part.scores, top_k))
+        chosen[part.rows] = part.entry_idx(_best(part.scores, top_k))
         padded = torch.nn.functional.pad(part.scores, (0, -part.scores.shape[1] % block_size), value=-torch.inf)
         block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
         newest = (part.visible - 1) // block_size
         is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
         # Without a mark: what cannot be chosen here is marked in ``rows``.
         blocks[part.rows] = _best(block_scores.masked_fill(is_newest, torch.inf), top_blocks).clamp_min(-1)
-    return rows[:-1], blocks[:-1]
+    return chosen[:-1], blocks[:-1]
 
 
 @op(tolerance=0.0)
@@ -446,7 +446,7 @@ def index_topk_within(
     Returns:
         [num_tokens, top_k] int64 step rows.
     """
-    rows = _none(q, top_k)
+    chosen = _none(q, top_k)
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, 1), value=-1)
     for part in _scored(q, head_weights, store, page_ids, spans):
         num_rows, num_entries = part.scores.shape
@@ -455,8 +455,8 @@ def index_topk_within(
         allowed = torch.zeros(num_rows, num_blocks + 1, dtype=torch.bool, device=q.device)
         allowed.scatter_(1, torch.where(own >= 0, own, num_blocks), True)
         entries = allowed[:, :num_blocks].repeat_interleave(block_size, dim=1)[:, :num_entries]
-        rows[part.rows] = part.step_rows(_best(part.scores.masked_fill(~entries, -torch.inf), top_k))
-    return rows[:-1]
+        chosen[part.rows] = part.entry_idx(_best(part.scores.masked_fill(~entries, -torch.inf), top_k))
+    return chosen[:-1]
 
 
 # --------------------------------------------------------------------------------------------------------------------- attention
@@ -464,37 +464,37 @@ def index_topk_within(
 
 def _key_table(
     window: Tensor,
-    window_rows: Tensor,
+    window_idx: Tensor,
     store: Tensor | None,
     page_ids: Tensor,
-    entry_rows: Tensor | None,
+    entry_idx: Tensor | None,
     head_dim: int,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Every key that a step may read, decoded, and each token's rows in it.
+    """Every key that a step may read, decoded, and the indices of each token's keys in it.
 
     The last row is zero: list padding (-1) lands there, so that a masked key is a finite zero whatever the caches hold.  The row
     before it is NaN, for lists that could not be chosen (-2).
 
     Returns:
         table: [num_keys + 2, head_dim] wide.
-        rows: [num_tokens, num_window_rows (+ top_k)] int64.
+        key_idx: [num_tokens, num_window_keys (+ top_k)] int64.
     """
     parts = [decode_window(window, head_dim, wide)]
-    rows = window_rows
-    if store is not None and entry_rows is not None:
+    key_idx = window_idx
+    if store is not None and entry_idx is not None:
         page_entries = store.shape[1]
-        if page_ids.shape[0] * page_entries <= entry_rows.numel():
+        if page_ids.shape[0] * page_entries <= entry_idx.numel():
             parts.append(decode_main(store[page_ids].flatten(0, 1), head_dim, wide))
-            table_rows = entry_rows
+            table_idx = entry_idx
         else:  # long contexts: decode what is read instead of all there is
-            flat = entry_rows.flatten().clamp_min(0)
+            flat = entry_idx.flatten().clamp_min(0)
             parts.append(decode_main(store[page_ids[flat // page_entries], flat % page_entries], head_dim, wide))
-            table_rows = torch.arange(flat.shape[0], device=flat.device).view_as(entry_rows)
-        shifted = torch.where(entry_rows >= 0, table_rows + window.shape[0], entry_rows)
-        rows = torch.cat([window_rows, shifted], dim=1)
+            table_idx = torch.arange(flat.shape[0], device=flat.device).view_as(entry_idx)
+        shifted = torch.where(entry_idx >= 0, table_idx + window.shape[0], entry_idx)
+        key_idx = torch.cat([window_idx, shifted], dim=1)
     parts += [parts[0].new_full((1, head_dim), torch.nan), parts[0].new_zeros(1, head_dim)]
-    return torch.cat(parts), rows
+    return torch.cat(parts), key_idx
 
 
 @op(tolerance=1e-2)
@@ -503,10 +503,10 @@ def sparse_attention(
     rotation: Rotation,
     sinks: Tensor,
     window: Tensor,
-    window_rows: Tensor,
+    window_idx: Tensor,
     store: Tensor | None,
     page_ids: Tensor,
-    entry_rows: Tensor | None,
+    entry_idx: Tensor | None,
 ) -> Tensor:
     """Attention of each token's heads over its window and its chosen entries, joined in one softmax.
 
@@ -515,11 +515,11 @@ def sparse_attention(
         rotation: at the tokens' positions.
         sinks: [num_heads] wide; a logit that only enlarges the denominator.
         window: [num_window_keys, window record bytes] uint8.
-        window_rows: [num_tokens, num_window_rows] int64 into ``window``, ascending positions, -1 where there is none;
+        window_idx: [num_tokens, num_window_keys] int64 into ``window``, ascending positions, -1 where there is none;
             ``sliding_window`` of them, and a draft block's own on top.
         store: [num_pages, page_entries, main record bytes] uint8, or None in window-only layers.
         page_ids: [num_step_pages] int64.
-        entry_rows: [num_tokens, top_k] int64 step rows, or None.
+        entry_idx: [num_tokens, top_k] int64 indices of entries in the step, or None.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype, rotated back at the tokens' positions.
@@ -530,15 +530,15 @@ def sparse_attention(
     """
     num_tokens, _, head_dim = q.shape
     wide = accumulation_dtype(q)
-    table, rows = _key_table(window, window_rows, store, page_ids, entry_rows, head_dim, wide)
-    hidden = (rows == -1).unsqueeze(1)
+    table, key_idx = _key_table(window, window_idx, store, page_ids, entry_idx, head_dim, wide)
+    hidden = (key_idx == -1).unsqueeze(1)
     turned = rotate(q, rotation).to(wide)
     sink = sinks.view(1, -1, 1)
     out = torch.empty_like(q)
-    step = max(1, _GATHER_BYTES // (rows.shape[1] * head_dim * table.element_size()))
+    step = max(1, _GATHER_BYTES // (key_idx.shape[1] * head_dim * table.element_size()))
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
-        keys = table[rows[part]]
+        keys = table[key_idx[part]]
         scores = matmul_items(turned[part], keys.transpose(1, 2)).mul_(head_dim**-0.5)
         scores.masked_fill_(hidden[part], -torch.inf)
         largest = torch.maximum(scores.amax(-1, keepdim=True), sink)

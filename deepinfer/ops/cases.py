@@ -253,7 +253,7 @@ def _hyper(draw: Draw) -> norm.HyperWeights:
         base=draw.normal(width, dtype=draw.wide),
         scale=1 + 0.3 * draw.normal(width, dtype=draw.wide),
         norm=1 + 0.3 * draw.normal(config.hidden_size, dtype=draw.wide),
-        num_rounds=config.hc_sinkhorn_iters,
+        num_iterations=config.hc_sinkhorn_iters,
         eps=config.hc_eps,
         rms_eps=config.rms_norm_eps,
     )
@@ -488,29 +488,29 @@ def _attention_cases() -> Iterator[Case]:
         store = pool[:, :-64].unflatten(1, (page_entries, -1)) if num_pages else None
         num_keys = reach - 1 + num_rows
         newest = reach - 1 + torch.arange(num_rows).unsqueeze(1)
-        window_rows = (newest + torch.arange(1 - reach, 1)).to(draw.device)
+        window_idx = (newest + torch.arange(1 - reach, 1)).to(draw.device)
         num_entries, top_k = num_pages * page_entries, config.index_topk
         lengths = torch.full((num_rows,), min(top_k, num_entries), device=draw.device)
         if not is_full:
             lengths = torch.minimum(lengths, draw.integers(0, top_k + 1, num_rows))
             is_seen = torch.arange(reach, device=draw.device) >= reach - draw.integers(1, reach + 1, num_rows).unsqueeze(1)
-            window_rows = torch.where(is_seen, window_rows, -1)
-        entry_rows = None
+            window_idx = torch.where(is_seen, window_idx, -1)
+        entry_idx = None
         if num_pages:
             order = torch.rand(num_rows, num_entries, generator=draw.generator).argsort(1)[:, :top_k].to(draw.device)
             order = torch.nn.functional.pad(order, (0, top_k - order.shape[1]))
             is_listed = torch.arange(top_k, device=draw.device) < lengths.unsqueeze(1)
             ascending = torch.where(is_listed, order, num_entries).sort(1).values
-            entry_rows = torch.where(ascending < num_entries, ascending, -1)
+            entry_idx = torch.where(ascending < num_entries, ascending, -1)
         return {
             "q": draw.normal(num_rows, config.num_attention_heads, config.head_dim),
             "rotation": draw.rotation(num_rows),
             "sinks": draw.normal(config.num_attention_heads, dtype=draw.wide),
             "window": quant.encode_window(draw.normal(num_keys, config.head_dim)),
-            "window_rows": window_rows,
+            "window_idx": window_idx,
             "store": store,
             "page_ids": 1 + torch.randperm(num_pages, generator=draw.generator).to(draw.device),
-            "entry_rows": entry_rows,
+            "entry_idx": entry_idx,
         }
 
     def draft(draw: Draw, num_rows: int) -> Arguments:
@@ -524,9 +524,9 @@ def _attention_cases() -> Iterator[Case]:
         own = reach + block * width + torch.arange(width, device=draw.device)
         arguments = attend(draw, num_rows, 0, True)
         window = quant.encode_window(draw.normal(reach + num_blocks * width, config.head_dim))
-        return arguments | {"window": window, "window_rows": torch.cat([context, own], dim=1)}
+        return arguments | {"window": window, "window_idx": torch.cat([context, own], dim=1)}
 
-    take = rows("q", "rotation", "window_rows", "entry_rows")
+    take = rows("q", "rotation", "window_idx", "entry_idx")
     yield from _sizes(attention.sparse_attention, draft, take, "draft blocks")
     for name, num_pages in (("window only", 0), ("short context", 1), ("long context", 12)):
         for is_full in (True, False):
@@ -583,12 +583,12 @@ def _engram_cases() -> Iterator[Case]:
 
 def _take_picks(arguments: Arguments, index: Tensor) -> Arguments:
     """``Case.take`` of the experts: picks are sorted anew."""
-    picks: moe.ExpertPlan = arguments["picks"]
+    picks: moe.SortedPicks = arguments["picks"]
     num_experts = picks.counts.shape[0]
     by_expert = torch.repeat_interleave(torch.arange(num_experts, device=picks.counts.device), picks.counts)
     expert_ids = torch.empty_like(picks.order).index_copy_(0, picks.order, by_expert)
     own = expert_ids.view(arguments["expert_weights"].shape)[index]
-    return rows("x8", "expert_weights")(arguments, index) | {"picks": moe.plan.reference(own, num_experts)}
+    return rows("x8", "expert_weights")(arguments, index) | {"picks": moe.sort_picks.reference(own, num_experts)}
 
 
 def _moe_cases() -> Iterator[Case]:
@@ -624,7 +624,7 @@ def _moe_cases() -> Iterator[Case]:
         return {
             "x8": draw.quantised(num_rows, hidden),
             "expert_weights": draw.uniform(num_rows, config.num_experts_per_tok),
-            "picks": moe.plan.reference(expert_ids(draw, num_rows, is_skewed), count),
+            "picks": moe.sort_picks.reference(expert_ids(draw, num_rows, is_skewed), count),
             "w13": draw.fp4(count, 2 * inter, hidden),
             "w2": draw.fp4(count, hidden, inter),
             "limit": config.swiglu_limit,
@@ -644,9 +644,9 @@ def _moe_cases() -> Iterator[Case]:
     yield from _sizes(moe.route, route, rows("x", "is_image"))
     ties = partial(route, has_ties=True)
     yield Case(op=moe.route, name="ties", build=ties, num_rows=7, take=rows("x", "is_image"))
-    yield from _sizes(moe.plan, plan)
+    yield from _sizes(moe.sort_picks, plan)
     yield from _sizes(moe.experts, experts, _take_picks)
-    yield Case(op=moe.plan, name="few experts", build=partial(plan, is_skewed=True), num_rows=40)
+    yield Case(op=moe.sort_picks, name="few experts", build=partial(plan, is_skewed=True), num_rows=40)
     yield Case(op=moe.experts, name="few experts", build=partial(experts, is_skewed=True), num_rows=40, take=_take_picks)
     yield from _sizes(moe.shared_expert, shared, rows("x8"))
     yield from _sizes(moe.combine, combine, rows("parts", "shared"))

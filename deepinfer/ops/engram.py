@@ -47,8 +47,8 @@ def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
     """Table rows, concatenated.
 
     Args:
-        codes: [table_rows, dim] float8_e4m3fn.
-        scale: [table_rows, dim / 32] uint8 UE8M0.
+        codes: [table_idx, dim] float8_e4m3fn.
+        scale: [table_idx, dim / 32] uint8 UE8M0.
         rows: [num_tokens, num_columns] int64.
         dtype: of the activations.
 

@@ -28,7 +28,7 @@ _TILE_WEIGHT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPlan:
+class SortedPicks:
     """Picks sorted by expert.
 
     Attributes:
@@ -71,7 +71,7 @@ def route(
 
 
 @op(tolerance=0.0)
-def plan(expert_ids: Tensor, num_experts: int) -> ExpertPlan:
+def sort_picks(expert_ids: Tensor, num_experts: int) -> SortedPicks:
     """Sort picks by expert, ties in token order.
 
     Args:
@@ -81,7 +81,7 @@ def plan(expert_ids: Tensor, num_experts: int) -> ExpertPlan:
     flat = expert_ids.flatten()
     order = torch.sort(flat, stable=True).indices
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    return ExpertPlan(order=order, counts=counts.scatter_add_(0, flat, torch.ones_like(flat)))
+    return SortedPicks(order=order, counts=counts.scatter_add_(0, flat, torch.ones_like(flat)))
 
 
 def _swiglu(gate_up: Tensor, weight: Tensor | None, limit: float) -> Tensor:
@@ -100,7 +100,7 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, limit: float) -> Tensor:
 
 @op(tolerance=2e-2)
 def experts(
-    x8: QuantisedRows, expert_weights: Tensor, picks: ExpertPlan, w13: PackedWeight, w2: PackedWeight, limit: float
+    x8: QuantisedRows, expert_weights: Tensor, picks: SortedPicks, w13: PackedWeight, w2: PackedWeight, limit: float
 ) -> Tensor:
     """Run every pick through its expert.
 
@@ -126,7 +126,7 @@ def experts(
     return torch.empty_like(down).index_copy_(0, picks.order, down).view(num_tokens, top_k, down.shape[1])
 
 
-def _products_of_hit_experts(rows: Tensor, picks: ExpertPlan, dense: Tensor) -> Tensor:
+def _products_of_hit_experts(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
     """Each row [num_picks, in_width], sorted by expert, times its expert's matrix; reads the counts on the host."""
     parts, first = [rows.new_empty(0, dense.shape[1])], 0
     for expert, count in enumerate(picks.counts.tolist()):
@@ -136,7 +136,7 @@ def _products_of_hit_experts(rows: Tensor, picks: ExpertPlan, dense: Tensor) -> 
     return torch.cat(parts)
 
 
-def _products_in_tiles(rows: Tensor, picks: ExpertPlan, dense: Tensor) -> Tensor:
+def _products_in_tiles(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
     """:func:`_products_of_hit_experts` for a device that must not be waited for: the number of tiles is a worst case.
 
     Every expert's rows start at a tile of their own; one tile has one expert, so that a batched product does all of them.

@@ -34,7 +34,7 @@ class HyperWeights:
         fn: [2n + n^2, n * hidden] wide, the map from the flattened streams (n copies) to the raw numbers.
         base, scale: [2n + n^2] wide, of each raw number; the checkpoint has one scale for each kind.
         norm: [hidden] wide, the RMSNorm in front of the sublayer.
-        num_rounds: Sinkhorn column passes.
+        num_iterations: Sinkhorn column passes.
         eps: added to pre weights and Sinkhorn sums.
         rms_eps: of all norms and stream statistics.
     """
@@ -43,7 +43,7 @@ class HyperWeights:
     base: Tensor
     scale: Tensor
     norm: Tensor
-    num_rounds: int
+    num_iterations: int
     eps: float
     rms_eps: float
 
@@ -147,7 +147,7 @@ def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: Hype
     if is_token_last:
         comb = comb.permute(1, 2, 0).contiguous()
     comb.div_(comb.sum(source, keepdim=True).add_(weights.eps))
-    for _ in range(weights.num_rounds - 1):
+    for _ in range(weights.num_iterations - 1):
         comb.div_(comb.sum(target, keepdim=True).add_(weights.eps))
         comb.div_(comb.sum(source, keepdim=True).add_(weights.eps))
     if is_token_last:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepinfer.kv.manager import Holding
-from deepinfer.scheduler.row import Row, Saving
+from deepinfer.scheduler.request_state import RequestState, Saving
 from deepinfer.step import PLACEHOLDER, Chunk, Round, StepPlan
 
 _DUMMY_IDS = np.zeros(1, dtype=np.int32)
@@ -21,7 +21,7 @@ class InFlight(NamedTuple):
     """A chunk or a round in flight.
 
     Attributes:
-        row, generation: whose, and its generation then.
+        state, generation: whose, and its generation then.
         end: of a chunk; 0 for a round.
         samples: whether it brings tokens.
         drafts: whether drafts are made behind it.
@@ -29,7 +29,7 @@ class InFlight(NamedTuple):
         saving: where state is saved, or None.
     """
 
-    row: Row
+    state: RequestState
     generation: int
     end: int
     samples: bool
@@ -39,7 +39,7 @@ class InFlight(NamedTuple):
 
 
 class PlanBuilder:
-    """Chunks and rounds of a step; adding one moves its row to where it will be planned to stand.
+    """Chunks and rounds of a step; adding one moves its state to where it will be planned to stand.
 
     Attributes:
         budget: tokens left.
@@ -47,7 +47,7 @@ class PlanBuilder:
         num_drafts: drafts that its rounds verify in all.
         page_copies: as in the plan.
         fresh: holdings that begin in this plan; their copies are in it.
-        held: rows not to be planned: a branch waits for their commit, or they have just started.
+        held: states not to be planned: a branch waits for their commit, or they have just started.
         started: branches that are in the plan already.
         has_preempted: whether somebody lost memory to it.
     """
@@ -85,8 +85,8 @@ class PlanBuilder:
         self.num_drafts = 0
         self.page_copies: list[tuple[int, int]] = []
         self.fresh: list[Holding] = []
-        self.held: set[Row] = set()
-        self.started: set[Row] = set()
+        self.held: set[RequestState] = set()
+        self.started: set[RequestState] = set()
         self.has_preempted = False
 
     @property
@@ -112,81 +112,81 @@ class PlanBuilder:
         """One token that belongs to no request."""
         self._chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
 
-    def add_round(self, row: Row, cap: int, saving: Saving | None) -> None:
-        """A round of a row.
+    def add_round(self, state: RequestState, cap: int, saving: Saving | None) -> None:
+        """A round of a state.
 
         Args:
             cap: drafts that it may verify.
             saving: where it saves state if it reaches that far.
         """
-        assert row.holding is not None, "a planned row runs"
-        start = row.num_planned_tokens
-        assert start == row.num_tokens + row.num_sampling - 1, "a round starts at the token that was sampled last"
+        assert state.holding is not None, "a planned state runs"
+        start = state.num_planned_tokens
+        assert start == state.num_tokens + state.num_sampling - 1, "a round starts at the token that was sampled last"
         self._rounds.append(
             Round(
-                request_id=row.request.request_id,
-                slot=row.slot,
+                request_id=state.request.request_id,
+                slot=state.slot,
                 start=start,
                 max_drafts=cap,
-                page_ids=row.holding.page_ids,
-                window_floor=row.window_floor,
-                decoder_floor=row.decoder_floor,
+                page_ids=state.holding.page_ids,
+                window_floor=state.window_floor,
+                decoder_floor=state.decoder_floor,
                 save_to=saving.slot if saving else None,
                 save_at=saving.position if saving else 0,
             )
         )
         self._in_rounds.append(
-            InFlight(row=row, generation=row.generation, end=0, samples=True, drafts=True, max_drafts=cap, saving=saving)
+            InFlight(state=state, generation=state.generation, end=0, samples=True, drafts=True, max_drafts=cap, saving=saving)
         )
-        row.num_planned_tokens = start + 1
-        row.num_drafts_in_flight += cap
-        row.num_sampling += 1
-        row.num_in_flight += 1
+        state.num_planned_tokens = start + 1
+        state.num_drafts_in_flight += cap
+        state.num_sampling += 1
+        state.num_in_flight += 1
 
-    def add_chunk(self, row: Row, count: int, saving: Saving | None, *, is_first: bool) -> None:
-        """The next ``count`` tokens of a row.
+    def add_chunk(self, state: RequestState, count: int, saving: Saving | None, *, is_first: bool) -> None:
+        """The next ``count`` tokens of a state.
 
         Args:
             saving: where its state is saved behind them.
-            is_first: whether the row starts with them.
+            is_first: whether the state starts with them.
         """
-        assert row.holding is not None, "a planned row runs"
-        start = row.num_planned_tokens
+        assert state.holding is not None, "a planned state runs"
+        start = state.num_planned_tokens
         end = start + count
-        samples, is_last = end == row.num_tokens, end == row.num_prefill_tokens
+        samples, is_last = end == state.num_tokens, end == state.num_prefill_tokens
         target_ids = lookback_ids = history_ids = None
-        if row.wants_prompt_logprobs:
-            target_ids = row.token_ids[start + 1 : min(end + 1, row.num_prompt_tokens)]
+        if state.wants_prompt_logprobs:
+            target_ids = state.token_ids[start + 1 : min(end + 1, state.num_prompt_tokens)]
         if is_first and start:
-            lookback_ids = row.token_ids[max(0, start - self._lookback_tokens) : start]
-        if is_first and row.request.params.needs_history:
-            history_ids = row.token_ids[: row.num_tokens]
+            lookback_ids = state.token_ids[max(0, start - self._lookback_tokens) : start]
+        if is_first and state.request.params.needs_history:
+            history_ids = state.token_ids[: state.num_tokens]
         self._chunks.append(
             Chunk(
-                request_id=row.request.request_id,
-                slot=row.slot,
+                request_id=state.request.request_id,
+                slot=state.slot,
                 start=start,
-                token_ids=row.token_ids[start:end],
-                page_ids=row.holding.page_ids,
-                num_image_before=row.num_images_planned,
+                token_ids=state.token_ids[start:end],
+                page_ids=state.holding.page_ids,
+                num_image_before=state.num_images_planned,
                 num_logits=int(samples) + (0 if target_ids is None else len(target_ids)),
                 target_ids=target_ids,
-                anchor_id=int(row.token_ids[end]) if is_last and not samples else None,
+                anchor_id=int(state.token_ids[end]) if is_last and not samples else None,
                 history_ids=history_ids,
-                window_floor=row.window_floor,
-                write_floor=row.write_floor,
-                decoder_floor=row.decoder_floor,
+                window_floor=state.window_floor,
+                write_floor=state.write_floor,
+                decoder_floor=state.decoder_floor,
                 lookback_ids=lookback_ids,
-                restore_from=row.holding.restore_from if is_first else None,
+                restore_from=state.holding.restore_from if is_first else None,
                 save_to=saving.slot if saving else None,
             )
         )
         self._in_chunks.append(
-            InFlight(row=row, generation=row.generation, end=end, samples=samples, drafts=is_last, saving=saving)
+            InFlight(state=state, generation=state.generation, end=end, samples=samples, drafts=is_last, saving=saving)
         )
         self.budget -= count
         self.num_keys += end
-        row.num_images_planned += row.num_images(start, end)
-        row.num_planned_tokens = end
-        row.num_sampling += int(samples)
-        row.num_in_flight += 1
+        state.num_images_planned += state.num_images(start, end)
+        state.num_planned_tokens = end
+        state.num_sampling += int(samples)
+        state.num_in_flight += 1

@@ -26,91 +26,91 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from deepinfer.scheduler.row import Row
+from deepinfer.scheduler.request_state import RequestState
 
 
-def place(row: Row) -> tuple[int, int]:
+def place(state: RequestState) -> tuple[int, int]:
     """Place in the order of admission."""
-    return (-row.request.priority, row.arrival)
+    return (-state.request.priority, state.arrival)
 
 
 class Queue:
     """Rows that wait for memory, in order of admission.
 
-    Invariant: sorted, no row twice.
+    Invariant: sorted, no state twice.
     """
 
     def __init__(self) -> None:
         """Empty."""
-        self._rows: list[Row] = []
+        self._states: list[RequestState] = []
 
     def __len__(self) -> int:
         """Rows that wait."""
-        return len(self._rows)
+        return len(self._states)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[RequestState]:
         """Rows in order."""
-        return iter(self._rows)
+        return iter(self._states)
 
     @property
-    def head(self) -> Row | None:
+    def head(self) -> RequestState | None:
         """The next to be admitted."""
-        return self._rows[0] if self._rows else None
+        return self._states[0] if self._states else None
 
-    def push(self, row: Row) -> None:
-        """Add a row at its place."""
-        insort(self._rows, row, key=place)
+    def push(self, state: RequestState) -> None:
+        """Add a state at its place."""
+        insort(self._states, state, key=place)
 
-    def remove(self, row: Row) -> None:
-        """Take a row out."""
-        at = bisect_left(self._rows, place(row), key=place)
-        assert self._rows[at] is row, "the row waits"
-        del self._rows[at]
+    def remove(self, state: RequestState) -> None:
+        """Take a state out."""
+        at = bisect_left(self._states, place(state), key=place)
+        assert self._states[at] is state, "the state waits"
+        del self._states[at]
 
     def check(self) -> None:
         """Assert the invariant."""
-        places = [place(row) for row in self._rows]
+        places = [place(state) for state in self._states]
         assert all(a < b for a, b in pairwise(places)), "the queue is sorted and holds nobody twice"
 
 
-def in_order_of_admission(rows: Iterable[Row]) -> list[Row]:
+def in_order_of_admission(states: Iterable[RequestState]) -> list[RequestState]:
     """Rows as the queue would have them."""
-    return sorted(rows, key=place)
+    return sorted(states, key=place)
 
 
-def in_order_of_service(rows: Iterable[Row]) -> list[Row]:
+def in_order_of_service(states: Iterable[RequestState]) -> list[RequestState]:
     """Rows, those to be served first in front."""
-    return sorted(rows, key=lambda row: row.order)
+    return sorted(states, key=lambda state: state.order)
 
 
-def victim(rows: Iterable[Row]) -> Row:
-    """The row to preempt."""
-    return max(rows, key=lambda row: row.order)
+def victim(states: Iterable[RequestState]) -> RequestState:
+    """The state to preempt."""
+    return max(states, key=lambda state: state.order)
 
 
-def parent_of(row: Row) -> Row:
-    """The row that a branch waits for."""
-    assert row.parent is not None, "a branch has a parent"
-    return row.parent[0]
+def parent_of(state: RequestState) -> RequestState:
+    """The state that a branch waits for."""
+    assert state.parent is not None, "a branch has a parent"
+    return state.parent[0]
 
 
-def num_needed_tokens(row: Row) -> int:
+def num_needed_tokens(state: RequestState) -> int:
     """Tokens that the parent of a branch must have computed."""
-    return min(row.num_tokens - 1, parent_of(row).num_prefill_tokens)
+    return min(state.num_tokens - 1, parent_of(state).num_prefill_tokens)
 
 
-def is_due(row: Row) -> bool:
+def is_due(state: RequestState) -> bool:
     """Whether a branch can start as soon as there is room and nothing of its parent is in flight."""
-    parent = parent_of(row)
-    return row.is_schedulable and parent.holding is not None and parent.num_planned_tokens >= num_needed_tokens(row)
+    parent = parent_of(state)
+    return state.is_schedulable and parent.holding is not None and parent.num_planned_tokens >= num_needed_tokens(state)
 
 
-def is_lost(row: Row) -> bool:
+def is_lost(state: RequestState) -> bool:
     """Whether a branch does better in the queue: its parent is gone, paused before it is far enough, or comes after it."""
-    assert row.parent is not None, "a branch has a parent"
-    parent, generation = row.parent
+    assert state.parent is not None, "a branch has a parent"
+    parent, generation = state.parent
     if parent.generation != generation:
         return True
     if parent.holding is None:
-        return not parent.is_schedulable or place(parent) > place(row)
-    return row.is_schedulable and not parent.is_schedulable and not is_due(row)
+        return not parent.is_schedulable or place(parent) > place(state)
+    return state.is_schedulable and not parent.is_schedulable and not is_due(state)

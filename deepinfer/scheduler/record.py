@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from deepinfer.request import FinishReason, RequestOutput
-from deepinfer.scheduler.row import Row
+from deepinfer.scheduler.request_state import RequestState
 from deepinfer.step import Sampled
 
 
 def record(
-    row: Row, sampled: Sampled | None, number: int, reason: FinishReason | None, max_num_batched_tokens: int
+    state: RequestState, sampled: Sampled | None, number: int, reason: FinishReason | None, max_num_batched_tokens: int
 ) -> RequestOutput:
-    """Record of the token ``number`` of ``sampled``, which is the last that ``row`` knows, or of an end without one.
+    """Record of the token ``number`` of ``sampled``, which is the last that ``state`` knows, or of an end without one.
 
     Args:
         reason: why the request ends with it, or None.
@@ -27,17 +27,17 @@ def record(
             confidence = sampled.confidences[number]
         if number == 0:
             num_drafts, num_accepted = sampled.num_drafts, len(sampled.token_ids) - 1
-        if row.num_output_tokens == 1 and row.request.params.prompt_logprobs:
-            prompt_logprobs = tuple(row.prompt_logprobs)
+        if state.num_output_tokens == 1 and state.request.params.prompt_logprobs:
+            prompt_logprobs = tuple(state.prompt_logprobs)
     return RequestOutput(
-        request_id=row.request.request_id,
-        prompt_len=row.num_prompt_tokens,
+        request_id=state.request.request_id,
+        prompt_len=state.num_prompt_tokens,
         token_id=token_id,
         finished=reason is not None,
         finish_reason=reason,
-        num_output_tokens=row.num_output_tokens,
+        num_output_tokens=state.num_output_tokens,
         max_num_batched_tokens=max_num_batched_tokens,
-        num_cached_tokens=row.num_cached_tokens,
+        num_cached_tokens=state.num_cached_tokens,
         token_logprobs=logprob,
         top_token_ids=top_token_ids,
         top_logprobs=top_logprobs,

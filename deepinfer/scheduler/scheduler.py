@@ -24,7 +24,7 @@ from deepinfer.scheduler import policy
 from deepinfer.scheduler.budget import DraftBudget
 from deepinfer.scheduler.builder import InFlight, PlanBuilder
 from deepinfer.scheduler.record import record
-from deepinfer.scheduler.row import Row, Saving
+from deepinfer.scheduler.request_state import RequestState, Saving
 from deepinfer.scheduler.stats import SchedulerStats
 from deepinfer.step import Sampled, StepPlan, StepResult
 
@@ -65,7 +65,7 @@ class Limits:
 class Scheduler:
     """Owns requests; what they hold is the manager's.
 
-    Invariant: an unfinished request runs, or waits in the queue, or waits for a row to branch from, or waits for its inputs; it
+    Invariant: an unfinished request runs, or waits in the queue, or waits for a state to branch from, or waits for its inputs; it
     holds memory exactly if it runs.  A request ends exactly once.  At most two steps are planned and not committed.
 
     Attributes:
@@ -91,10 +91,10 @@ class Scheduler:
         # A round must fit into a step, and always verifies as many drafts: what else runs must not decide it.
         self._num_drafts = min(limits.num_drafts, limits.max_num_batched_tokens - 1)
         self._budget = budget
-        self._rows: dict[str, Row] = {}
-        self._running: dict[str, Row] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._running: dict[str, RequestState] = {}
         self._waiting = policy.Queue()
-        self._branches: dict[str, Row] = {}
+        self._branches: dict[str, RequestState] = {}
         self._in_flight: deque[tuple[StepPlan, list[InFlight]]] = deque()
         self._num_rounds = 0
         self._num_verified, self._num_accepted = [0] * limits.num_drafts, [0] * limits.num_drafts
@@ -106,16 +106,16 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is unfinished and no record waits in :meth:`take_outputs`."""
-        return not self._rows and not self._outputs
+        return not self._requests and not self._outputs
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._rows)
+        return len(self._requests)
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether such a request is known and has not ended."""
-        return request_id in self._rows
+        return request_id in self._requests
 
     # Requests come and go
 
@@ -130,10 +130,10 @@ class Scheduler:
             ContextTooLong: the prompt leaves no room for a token, or does not fit into a step and may not be cut.
         """
         self._check_request(request)
-        row = self._row(request, is_schedulable)
-        self._rows[request.request_id] = row
+        state = self._new_state(request, is_schedulable)
+        self._requests[request.request_id] = state
         if is_schedulable:
-            self._waiting.push(row)
+            self._waiting.push(state)
 
     def fork(self, request_id: str, request: Request, *, is_schedulable: bool = True) -> None:
         """Queue a request that continues an unfinished one, sharing what is computed of it.
@@ -149,25 +149,25 @@ class Scheduler:
             RequestError: no such request, another tenant, other tokens or pictures, or as for :meth:`add`.
             ContextTooLong: as for :meth:`add`.
         """
-        parent = self._rows.get(request_id)
+        parent = self._requests.get(request_id)
         if parent is None:
             raise RequestError(f"request {shown(request_id)} is not there to be forked; it has ended, or the id is wrong")
         self._check_request(request)
         if request.salt != parent.request.salt:
             raise RequestError("a fork of another tenant's request was asked for; use the salt of the request that is forked")
-        row = self._row(request, is_schedulable)
-        shared = min(row.num_tokens, parent.num_tokens)
-        differing = np.flatnonzero(row.token_ids[:shared] != parent.token_ids[:shared])
+        state = self._new_state(request, is_schedulable)
+        shared = min(state.num_tokens, parent.num_tokens)
+        differing = np.flatnonzero(state.token_ids[:shared] != parent.token_ids[:shared])
         if len(differing):
             raise RequestError(
                 f"the prompt of the fork differs from the tokens of request {shown(request_id)} at position {differing[0]}; "
                 "start it with the tokens of that request"
             )
-        theirs = {at: content for at, content in parent.request.images.items() if at < shared}
-        if theirs != {at: content for at, content in request.images.items() if at < shared}:
+        theirs = {at: content for at, content in parent.request.image_hashes.items() if at < shared}
+        if theirs != {at: content for at, content in request.image_hashes.items() if at < shared}:
             raise RequestError(f"the fork has other pictures than request {shown(request_id)}; give it the same ones")
-        row.parent = (parent, parent.generation)
-        self._rows[request.request_id] = self._branches[request.request_id] = row
+        state.parent = (parent, parent.generation)
+        self._requests[request.request_id] = self._branches[request.request_id] = state
 
     def set_schedulable(self, request_id: str, is_schedulable: bool) -> bool:
         """Say whether the inputs of a request are ready: pictures, grammar, memory that arrives from elsewhere.
@@ -177,16 +177,16 @@ class Scheduler:
         Returns:
             whether the request was there.
         """
-        row = self._rows.get(request_id)
-        if row is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return False
-        if row.is_schedulable != is_schedulable:
-            row.is_schedulable = is_schedulable
-            if row.holding is None and request_id not in self._branches:
+        if state.is_schedulable != is_schedulable:
+            state.is_schedulable = is_schedulable
+            if state.holding is None and request_id not in self._branches:
                 if is_schedulable:
-                    self._waiting.push(row)
+                    self._waiting.push(state)
                 else:
-                    self._waiting.remove(row)
+                    self._waiting.remove(state)
         return True
 
     def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
@@ -198,11 +198,11 @@ class Scheduler:
         assert not isinstance(request_ids, str), "several ids are expected, not the letters of one"
         num_requests = num_tokens = 0
         for request_id in request_ids:
-            row = self._rows.get(request_id)
-            if row is not None:
+            state = self._requests.get(request_id)
+            if state is not None:
                 num_requests += 1
-                num_tokens += row.num_tokens
-                self._end(row, FinishReason.ABORT)
+                num_tokens += state.num_tokens
+                self._end(state, FinishReason.ABORT)
         return num_requests, num_tokens
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -210,9 +210,9 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _row(self, request: Request, is_schedulable: bool) -> Row:
+    def _new_state(self, request: Request, is_schedulable: bool) -> RequestState:
         num_prompt, keep = len(request.prompt_token_ids), self.limits.decoder_keep_tokens
-        row = Row(
+        state = RequestState(
             request,
             arrival=self._num_arrived,
             num_tokens_max=min(num_prompt + request.params.max_tokens, self.limits.max_model_len),
@@ -222,9 +222,9 @@ class Scheduler:
             # With a bounded decoder half there are no logits of the prompt, as documented.
             has_prompt_logprobs=request.params.prompt_logprobs and not keep,
         )
-        row.is_schedulable = is_schedulable
+        state.is_schedulable = is_schedulable
         self._num_arrived += 1
-        return row
+        return state
 
     def _check_request(self, request: Request) -> None:
         num_prompt, limits = len(request.prompt_token_ids), self.limits
@@ -232,7 +232,7 @@ class Scheduler:
             raise RequestError("the prompt is empty; give at least one token")
         if not request.request_id:
             raise RequestError("the request id is empty; choose another")
-        if request.request_id in self._rows:
+        if request.request_id in self._requests:
             raise RequestError(f"request id {shown(request.request_id)} is in use; choose another")
         if num_prompt >= limits.max_model_len:
             raise ContextTooLong(
@@ -257,25 +257,25 @@ class Scheduler:
                 "lower max_tokens, shorten the prompt or give the engine more memory"
             )
 
-    def _end(self, row: Row, reason: FinishReason) -> None:
-        request_id = row.request.request_id
-        if row.holding is not None:
-            self._vacate(row)
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
+        request_id = state.request.request_id
+        if state.holding is not None:
+            self._vacate(state)
         else:
             if request_id in self._branches:
                 del self._branches[request_id]
-            elif row.is_schedulable:
-                self._waiting.remove(row)
-            row.vacate()  # others may wait to branch from it
-        del self._rows[request_id]
+            elif state.is_schedulable:
+                self._waiting.remove(state)
+            state.vacate()  # others may wait to branch from it
+        del self._requests[request_id]
         self._num_finished[reason] += 1
 
-    def _vacate(self, row: Row) -> None:
-        """Take back what a running row holds; its chunks in flight are void."""
-        assert row.holding is not None, "a running row holds memory"
-        self.kv.release(row.holding)
-        del self._running[row.request.request_id]
-        row.vacate()
+    def _vacate(self, state: RequestState) -> None:
+        """Take back what a running state holds; its chunks in flight are void."""
+        assert state.holding is not None, "a running state holds memory"
+        self.kv.release(state.holding)
+        del self._running[state.request.request_id]
+        state.vacate()
 
     # Planning
 
@@ -294,7 +294,7 @@ class Scheduler:
         if self._branches:
             self._plan_branches(making)
         decoding, prefilling = self._schedulable(making.held)
-        num_prefill = sum(row.num_prefill_tokens - row.num_planned_tokens for row in prefilling)
+        num_prefill = sum(state.num_prefill_tokens - state.num_planned_tokens for state in prefilling)
         self._plan_rounds(making, decoding, num_prefill)
         self._plan_prefills(making, prefilling)
         if not making.has_preempted:
@@ -309,289 +309,289 @@ class Scheduler:
         self._in_flight.append((plan, making.entries))
         return plan
 
-    def _schedulable(self, held: set[Row]) -> tuple[list[Row], list[Row]]:
-        """Running rows that can be planned: those that decode, and those with prompt left."""
+    def _schedulable(self, held: set[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
+        """Running states that can be planned: those that decode, and those with prompt left."""
         decoding, prefilling = [], []
-        for row in self._running.values():
-            if not row.is_schedulable or row in held:
+        for state in self._running.values():
+            if not state.is_schedulable or state in held:
                 continue
-            if row.num_planned_tokens < row.num_prefill_tokens:
-                prefilling.append(row)
-            elif row.num_tokens + row.num_sampling < row.num_tokens_max:
-                decoding.append(row)
+            if state.num_planned_tokens < state.num_prefill_tokens:
+                prefilling.append(state)
+            elif state.num_tokens + state.num_sampling < state.num_tokens_max:
+                decoding.append(state)
         return decoding, prefilling
 
-    def _plan_rounds(self, making: PlanBuilder, rows: list[Row], num_prefill: int) -> None:
-        """Plan a round of each row that budget and memory allow; ``num_prefill`` tokens of prompts wait to go along."""
-        left, caps = making.budget, [self._cap(row) for row in rows]
-        is_short = len(rows) + (0 if self._budget else sum(caps)) > left
+    def _plan_rounds(self, making: PlanBuilder, states: list[RequestState], num_prefill: int) -> None:
+        """Plan a round of each state that budget and memory allow; ``num_prefill`` tokens of prompts wait to go along."""
+        left, caps = making.budget, [self._cap(state) for state in states]
+        is_short = len(states) + (0 if self._budget else sum(caps)) > left
         if is_short:
             chosen = []
-            for row in policy.in_order_of_service(rows):
-                left -= 1 if self._budget else 1 + self._cap(row)
+            for state in policy.in_order_of_service(states):
+                left -= 1 if self._budget else 1 + self._cap(state)
                 if left < 0:
                     break
-                chosen.append(row)
-            rows, caps = chosen, [self._cap(row) for row in chosen]
-        reaches = [self._reach(row, cap) for row, cap in zip(rows, caps, strict=True)]
-        short = {row: reach for row, reach in zip(rows, reaches, strict=True) if reach > row.num_room_tokens}
+                chosen.append(state)
+            states, caps = chosen, [self._cap(state) for state in chosen]
+        reaches = [self._reach(state, cap) for state, cap in zip(states, caps, strict=True)]
+        short = {state: reach for state, reach in zip(states, reaches, strict=True) if reach > state.num_room_tokens}
         if short:
-            left_out = {row for row in policy.in_order_of_service(short) if not self._grow(making, row, short[row])}
-            kept = [row.holding is not None and row not in left_out for row in rows]
-            rows, caps, reaches = list(compress(rows, kept)), list(compress(caps, kept)), list(compress(reaches, kept))
-        if not rows:
+            left_out = {state for state in policy.in_order_of_service(short) if not self._grow(making, state, short[state])}
+            kept = [state.holding is not None and state not in left_out for state in states]
+            states, caps, reaches = list(compress(states, kept)), list(compress(caps, kept)), list(compress(reaches, kept))
+        if not states:
             return
         making.num_drafts = sum(caps)
         if self._budget is not None and making.num_drafts:
             making.num_drafts = self._budget.choose(
-                np.fromiter([row.slot for row in rows], np.int64),
+                np.fromiter([state.slot for state in states], np.int64),
                 np.fromiter(caps, np.int64),
-                np.fromiter([row.num_in_flight for row in rows], np.int64) > 0,
-                num_other_rows=min(num_prefill, max(0, making.budget - len(rows) - making.num_drafts)),
+                np.fromiter([state.num_in_flight for state in states], np.int64) > 0,
+                num_other_rows=min(num_prefill, max(0, making.budget - len(states) - making.num_drafts)),
                 max_rows=making.budget,
             )
-        making.budget -= len(rows) + making.num_drafts
+        making.budget -= len(states) + making.num_drafts
         if is_short:  # prompts would bring new short answers, which come before those left out
             making.budget = 0
-        for row, cap, reach in zip(rows, caps, reaches, strict=True):
-            making.add_round(row, cap, self._saving(row, row.num_planned_tokens, reach))
+        for state, cap, reach in zip(states, caps, reaches, strict=True):
+            making.add_round(state, cap, self._saving(state, state.num_planned_tokens, reach))
 
-    def _cap(self, row: Row) -> int:
-        """Drafts that the row's next round may verify; it may accept all of them and gets one token more in any case."""
-        return min(self._num_drafts, row.num_tokens_max - (row.num_tokens + row.num_sampling) - 1)
+    def _cap(self, state: RequestState) -> int:
+        """Drafts that the state's next round may verify; it may accept all of them and gets one token more in any case."""
+        return min(self._num_drafts, state.num_tokens_max - (state.num_tokens + state.num_sampling) - 1)
 
-    def _reach(self, row: Row, cap: int) -> int:
-        """Tokens that the row's next round needs pages for, if it verifies ``cap`` drafts."""
-        return min(row.num_planned_tokens + row.num_drafts_in_flight + 1 + cap, row.num_tokens_max)
+    def _reach(self, state: RequestState, cap: int) -> int:
+        """Tokens that the state's next round needs pages for, if it verifies ``cap`` drafts."""
+        return min(state.num_planned_tokens + state.num_drafts_in_flight + 1 + cap, state.num_tokens_max)
 
-    def _saving(self, row: Row, start: int, reach: int) -> Saving | None:
+    def _saving(self, state: RequestState, start: int, reach: int) -> Saving | None:
         """Where a round saves state if it reaches the end of a page, which may happen from ``start`` + 1 to ``reach`` tokens.
 
         The device knows whether it does and copies only then, so rounds in flight at once can share a slot.
         """
         position = reach // self._page_tokens * self._page_tokens
-        if row.saving is not None:
-            position = row.saving.position
+        if state.saving is not None:
+            position = state.saving.position
         if not start < position <= reach:
             return None
-        if row.saving is None:
-            slot = self._save_slot(row, position)
+        if state.saving is None:
+            slot = self._save_slot(state, position)
             if slot is None:
                 return None
-            row.saving = Saving(slot=slot, position=position)
-        row.saving.num_in_flight += 1
-        return row.saving
+            state.saving = Saving(slot=slot, position=position)
+        state.saving.num_in_flight += 1
+        return state.saving
 
-    def _grow(self, making: PlanBuilder, row: Row, num_tokens: int) -> bool:
-        """Give a row pages for its next round, taking memory from others if need be; False if it has to do without."""
-        if row.holding is None:  # preempted in this plan
+    def _grow(self, making: PlanBuilder, state: RequestState, num_tokens: int) -> bool:
+        """Give a state pages for its next round, taking memory from others if need be; False if it has to do without."""
+        if state.holding is None:  # preempted in this plan
             return False
-        while not self.kv.grow(row.holding, num_tokens):
-            chosen = policy.victim(each for each in self._running.values() if each is row or each not in making.started)
-            if chosen is row and row.num_in_flight:
+        while not self.kv.grow(state.holding, num_tokens):
+            chosen = policy.victim(each for each in self._running.values() if each is state or each not in making.started)
+            if chosen is state and state.num_in_flight:
                 return False  # what is in flight brings it a token first, or preemption could repeat without end
             if chosen.num_tokens + chosen.num_sampling == chosen.num_tokens_max:
                 return False  # it ends with what is in flight
             self._preempt(making, chosen)
-            if chosen is row:
+            if chosen is state:
                 return False
-        row.num_room_tokens = row.holding.num_pages * self._page_tokens
+        state.num_room_tokens = state.holding.num_pages * self._page_tokens
         return True
 
-    def _preempt(self, making: PlanBuilder, row: Row) -> None:
+    def _preempt(self, making: PlanBuilder, state: RequestState) -> None:
         making.has_preempted = True
         self._num_preempted += 1
         if self.limits.stop_preempted_request:
-            self._end(row, FinishReason.INSUFFICIENT)
-            self._outputs.append(record(row, None, 0, FinishReason.INSUFFICIENT, self.limits.max_num_batched_tokens))
+            self._end(state, FinishReason.INSUFFICIENT)
+            self._outputs.append(record(state, None, 0, FinishReason.INSUFFICIENT, self.limits.max_num_batched_tokens))
             return
-        self._vacate(row)
-        row.is_resumed = True
-        if row.is_schedulable:
-            self._waiting.push(row)
+        self._vacate(state)
+        state.is_resumed = True
+        if state.is_schedulable:
+            self._waiting.push(state)
 
-    def _plan_prefills(self, making: PlanBuilder, rows: list[Row]) -> None:
-        for row in policy.in_order_of_admission(rows):
+    def _plan_prefills(self, making: PlanBuilder, states: list[RequestState]) -> None:
+        for state in policy.in_order_of_admission(states):
             if making.budget == 0:
                 return
-            if row.holding is None:  # preempted in this plan
+            if state.holding is None:  # preempted in this plan
                 continue
-            count = self._num_prefill(making, row, row.num_planned_tokens)
+            count = self._num_prefill(making, state, state.num_planned_tokens)
             if count:
-                self._plan_chunk(making, row, count)
+                self._plan_chunk(making, state, count)
 
-    def _num_prefill(self, making: PlanBuilder, row: Row, start: int) -> int:
-        """Tokens of a row's prefill that this step takes from ``start`` on: budget, summed keys, places to stop."""
-        stop = next((each for each in row.stops if start < each), row.num_prefill_tokens)
+    def _num_prefill(self, making: PlanBuilder, state: RequestState, start: int) -> int:
+        """Tokens of a state's prefill that this step takes from ``start`` on: budget, summed keys, places to stop."""
+        stop = next((each for each in state.stops if start < each), state.num_prefill_tokens)
         count = min(stop - start, making.budget)
         room = self.limits.max_sum_keys - making.num_keys
         if making.num_keys and start + count > room:
             count = max(0, room - start)
-        if count < stop - start and not self.limits.chunked_prefill and not row.is_resumed:
+        if count < stop - start and not self.limits.chunked_prefill and not state.is_resumed:
             return 0
         return count
 
     def _admit(self, making: PlanBuilder) -> None:
         limits, kv = self.limits, self.kv
-        while (row := self._waiting.head) is not None:
-            num_seats, num_pages = self._reserved(row) if self._branches else (0, 0)
+        while (state := self._waiting.head) is not None:
+            num_seats, num_pages = self._reserved(state) if self._branches else (0, 0)
             is_full = len(self._running) + num_seats >= limits.max_num_seqs or kv.num_free_slots <= num_seats
             if making.budget == 0 or is_full:
                 return
-            row.extend_chain(row.num_tokens)
-            self._set_prefill(row)
-            hit, is_looked_up = NO_HIT, not row.wants_prompt_logprobs
+            state.extend_chain(state.num_tokens)
+            self._set_prefill(state)
+            hit, is_looked_up = NO_HIT, not state.wants_prompt_logprobs
             if is_looked_up:
-                floor = self._decoder_floor(row)
-                hit = kv.plan_hit(row.chain, row.num_prefill_tokens, exact=row.is_resumed, decoder_floor=floor)
-            count = self._num_prefill(making, row, hit.start)
+                floor = self._decoder_floor(state)
+                hit = kv.plan_hit(state.chain, state.num_prefill_tokens, exact=state.is_resumed, decoder_floor=floor)
+            count = self._num_prefill(making, state, hit.start)
             if not count:
                 return
             # A resumed answer gets its next token from a round; without room for that it would be preempted again for nothing.
-            is_answer = row.num_prefill_tokens < row.num_tokens
-            num_tokens = row.num_tokens + (self._cap(row) if is_answer else 0)
-            is_query = is_looked_up and not row.is_resumed
-            holding = kv.admit(row.chain, hit, num_tokens, num_reserved_pages=num_pages, is_query=is_query)
+            is_answer = state.num_prefill_tokens < state.num_tokens
+            num_tokens = state.num_tokens + (self._cap(state) if is_answer else 0)
+            is_query = is_looked_up and not state.is_resumed
+            holding = kv.admit(state.chain, hit, num_tokens, num_reserved_pages=num_pages, is_query=is_query)
             if holding is None:
                 return
-            self._waiting.remove(row)
-            if not row.is_resumed:
-                row.num_cached_tokens = hit.start
-            self._start(making, row, holding, hit.start, count)
+            self._waiting.remove(state)
+            if not state.is_resumed:
+                state.num_cached_tokens = hit.start
+            self._start(making, state, holding, hit.start, count)
 
-    def _set_prefill(self, row: Row) -> None:
+    def _set_prefill(self, state: RequestState) -> None:
         # A token that was generated is the anchor of the round that comes next, as if there had been no break.
-        row.num_prefill_tokens = row.num_tokens - int(row.num_output_tokens > 0)
-        stops, page = set(row.request.checkpoints), self._page_tokens
+        state.num_prefill_tokens = state.num_tokens - int(state.num_output_tokens > 0)
+        stops, page = set(state.request.checkpoints), self._page_tokens
         if self.limits.save_states:
-            stops.add(row.num_prefill_tokens // page * page)
+            stops.add(state.num_prefill_tokens // page * page)
             # A hit of the same prompt ends here at the latest.
-            row.resend_position = max(0, row.num_prompt_tokens - self.kv.margin) // page * page
-            if self.kv.is_caching and self.kv.num_free_slots > 2:  # the row takes one, and its last state another
-                stops.add(row.resend_position)
-        row.stops = tuple(sorted(stops))
+            state.resend_position = max(0, state.num_prompt_tokens - self.kv.margin) // page * page
+            if self.kv.is_caching and self.kv.num_free_slots > 2:  # the state takes one, and its last state another
+                stops.add(state.resend_position)
+        state.stops = tuple(sorted(stops))
 
-    def _start(self, making: PlanBuilder, row: Row, holding: Holding, start: int, count: int) -> None:
-        """Let a row run on ``holding``, and plan its first ``count`` tokens from ``start`` on."""
-        row.holding, row.slot = holding, holding.slot
-        row.num_computed_tokens = row.num_planned_tokens = start
-        row.num_room_tokens = holding.num_pages * self._page_tokens
-        row.num_written_tokens = start
-        row.num_published_tokens = holding.num_published * self._page_tokens
-        row.window_floor, row.write_floor = holding.window_floor, holding.num_hit_tokens
-        row.num_images_planned = row.num_images(0, start)
-        self._running[row.request.request_id] = row
+    def _start(self, making: PlanBuilder, state: RequestState, holding: Holding, start: int, count: int) -> None:
+        """Let a state run on ``holding``, and plan its first ``count`` tokens from ``start`` on."""
+        state.holding, state.slot = holding, holding.slot
+        state.num_computed_tokens = state.num_planned_tokens = start
+        state.num_room_tokens = holding.num_pages * self._page_tokens
+        state.num_written_tokens = start
+        state.num_published_tokens = holding.num_published * self._page_tokens
+        state.window_floor, state.write_floor = holding.window_floor, holding.num_hit_tokens
+        state.num_images_planned = state.num_images(0, start)
+        self._running[state.request.request_id] = state
         if self._budget is not None:
-            self._budget.reset(row.slot)
+            self._budget.reset(state.slot)
         making.fresh.append(holding)
-        self._plan_chunk(making, row, count, is_first=True)
+        self._plan_chunk(making, state, count, is_first=True)
 
     def _plan_branches(self, making: PlanBuilder) -> None:
         """Start the branches that can start; those that are due and cannot yet keep what they need from later ones."""
         kv, due = self.kv, []
-        for row in list(self._branches.values()):
-            if policy.is_lost(row):
-                self._unbranch(row)
-            elif policy.is_due(row):
-                due.append(row)
+        for state in list(self._branches.values()):
+            if policy.is_lost(state):
+                self._unbranch(state)
+            elif policy.is_due(state):
+                due.append(state)
         num_waiting = num_reserved_pages = 0
-        for row in policy.in_order_of_admission(due):
-            parent, num_pages = policy.parent_of(row), self._num_branch_pages(row)
+        for state in policy.in_order_of_admission(due):
+            parent, num_pages = policy.parent_of(state), self._num_branch_pages(state)
             has_room = len(self._running) + num_waiting < self.limits.max_num_seqs and kv.num_free_slots > num_waiting
-            has_room = has_room and num_reserved_pages + num_pages <= kv.num_free_pages and self._may_pass(row)
-            if has_room and parent.num_computed_tokens >= policy.num_needed_tokens(row):
-                start = min(parent.num_computed_tokens, row.num_tokens - 1)
+            has_room = has_room and num_reserved_pages + num_pages <= kv.num_free_pages and self._may_pass(state)
+            if has_room and parent.num_computed_tokens >= policy.num_needed_tokens(state):
+                start = min(parent.num_computed_tokens, state.num_tokens - 1)
                 if parent.num_in_flight:
                     making.held.add(parent)
-                elif not self._can_branch(row, parent, start):
-                    self._unbranch(row)
+                elif not self._can_branch(state, parent, start):
+                    self._unbranch(state)
                     continue
-                elif self._branch(making, row, parent, start):
+                elif self._branch(making, state, parent, start):
                     continue
             num_waiting += 1
             num_reserved_pages += num_pages
 
-    def _num_branch_pages(self, row: Row) -> int:
+    def _num_branch_pages(self, state: RequestState) -> int:
         """Pages that a branch needs beside those that it shares."""
-        shared = min(policy.parent_of(row).num_computed_tokens, row.num_tokens - 1) // self._page_tokens
-        return self.kv.layout.pages_for(row.num_tokens) - shared
+        shared = min(policy.parent_of(state).num_computed_tokens, state.num_tokens - 1) // self._page_tokens
+        return self.kv.layout.pages_for(state.num_tokens) - shared
 
-    def _may_pass(self, row: Row) -> bool:
+    def _may_pass(self, state: RequestState) -> bool:
         """Whether a branch may start before the head of the queue."""
         head = self._waiting.head
-        return head is None or policy.place(head) > policy.place(row) or head.num_overtaken < self.limits.max_num_seqs
+        return head is None or policy.place(head) > policy.place(state) or head.num_overtaken < self.limits.max_num_seqs
 
-    def _reserved(self, row: Row) -> tuple[int, int]:
-        """Seats, which are slots too, and pages that are kept for branches that come before ``row``."""
-        due = [each for each in self._branches.values() if policy.is_due(each) and policy.place(each) < policy.place(row)]
+    def _reserved(self, state: RequestState) -> tuple[int, int]:
+        """Seats, which are slots too, and pages that are kept for branches that come before ``state``."""
+        due = [each for each in self._branches.values() if policy.is_due(each) and policy.place(each) < policy.place(state)]
         return len(due), sum(self._num_branch_pages(each) for each in due)
 
-    def _unbranch(self, row: Row) -> None:
+    def _unbranch(self, state: RequestState) -> None:
         """Make a branch wait like any other request."""
-        row.parent = None
-        del self._branches[row.request.request_id]
-        if row.is_schedulable:
-            self._waiting.push(row)
+        state.parent = None
+        del self._branches[state.request.request_id]
+        if state.is_schedulable:
+            self._waiting.push(state)
 
-    def _can_branch(self, row: Row, parent: Row, start: int) -> bool:
-        """Whether the state and the pages of ``parent`` serve ``row`` from ``start`` on."""
+    def _can_branch(self, state: RequestState, parent: RequestState, start: int) -> bool:
+        """Whether the state and the pages of ``parent`` serve ``state`` from ``start`` on."""
         is_near = parent.num_written_tokens - start <= self._rollback_tokens and start >= parent.write_floor
-        if not is_near or row.wants_prompt_logprobs:
+        if not is_near or state.wants_prompt_logprobs:
             return False
-        return bool((row.token_ids[:start] == parent.token_ids[:start]).all())
+        return bool((state.token_ids[:start] == parent.token_ids[:start]).all())
 
-    def _branch(self, making: PlanBuilder, row: Row, parent: Row, start: int) -> bool:
+    def _branch(self, making: PlanBuilder, state: RequestState, parent: RequestState, start: int) -> bool:
         """Start a branch, if this step has tokens for it."""
-        self._set_prefill(row)
-        count = self._num_prefill(making, row, start)
+        self._set_prefill(state)
+        count = self._num_prefill(making, state, start)
         if not count:
             return False
-        assert parent.holding is not None, "a row that others branch from runs"
+        assert parent.holding is not None, "a state that others branch from runs"
         forked = self.kv.fork(parent.holding, start)
         if forked is None:
             return False
         holding, copies = forked
-        if not self.kv.grow(holding, row.num_tokens):
+        if not self.kv.grow(holding, state.num_tokens):
             self.kv.release(holding)
             return False
-        row.parent = None
-        del self._branches[row.request.request_id]
+        state.parent = None
+        del self._branches[state.request.request_id]
         head = self._waiting.head
-        if head is not None and policy.place(head) < policy.place(row):
+        if head is not None and policy.place(head) < policy.place(state):
             head.num_overtaken += 1
         making.page_copies += copies
-        making.held.add(row)
-        making.started.add(row)
-        row.num_cached_tokens = start
-        if start > row.decoder_floor:  # the decoder half ran over tokens before it, with the parent's floor
-            row.decoder_floor = parent.decoder_floor
-        self._start(making, row, holding, start, count)
+        making.held.add(state)
+        making.started.add(state)
+        state.num_cached_tokens = start
+        if start > state.decoder_floor:  # the decoder half ran over tokens before it, with the parent's floor
+            state.decoder_floor = parent.decoder_floor
+        self._start(making, state, holding, start, count)
         return True
 
-    def _plan_chunk(self, making: PlanBuilder, row: Row, count: int, *, is_first: bool = False) -> None:
-        """Add the next ``count`` tokens of a row to the plan."""
-        end, saving = row.num_planned_tokens + count, None
-        if end % self._page_tokens == 0 and (slot := self._save_slot(row, end)) is not None:
+    def _plan_chunk(self, making: PlanBuilder, state: RequestState, count: int, *, is_first: bool = False) -> None:
+        """Add the next ``count`` tokens of a state to the plan."""
+        end, saving = state.num_planned_tokens + count, None
+        if end % self._page_tokens == 0 and (slot := self._save_slot(state, end)) is not None:
             saving = Saving(slot=slot, position=end, num_in_flight=1)
-        making.add_chunk(row, count, saving, is_first=is_first)
+        making.add_chunk(state, count, saving, is_first=is_first)
 
-    def _save_slot(self, row: Row, end: int) -> int | None:
+    def _save_slot(self, state: RequestState, end: int) -> int | None:
         """Slot for the state at a page boundary, unless it is not whole there or a request waits for the slot."""
-        if not self.limits.save_states or end < row.write_floor:
+        if not self.limits.save_states or end < state.write_floor:
             return None
         kv = self.kv
         if self._waiting and kv.num_free_slots <= 1 and len(self._running) < self.limits.max_num_seqs:
             return None
-        assert row.holding is not None, "a planned row runs"
-        key = row.chain.keys[end // self._page_tokens - 1] if end <= row.chain.num_tokens else None
-        if end in row.request.checkpoints:
-            return kv.save_slot(row.holding, "asked", key=key)
-        if end == row.resend_position and (slot := kv.save_slot(row.holding, "resend", key=key)) is not None:
+        assert state.holding is not None, "a planned state runs"
+        key = state.chain.keys[end // self._page_tokens - 1] if end <= state.chain.num_tokens else None
+        if end in state.request.checkpoints:
+            return kv.save_slot(state.holding, "asked", key=key)
+        if end == state.resend_position and (slot := kv.save_slot(state.holding, "resend", key=key)) is not None:
             return slot
-        return kv.save_slot(row.holding, "progress", key=key)
+        return kv.save_slot(state.holding, "progress", key=key)
 
-    def _decoder_floor(self, row: Row) -> int | None:
-        return row.decoder_floor if self.limits.decoder_keep_tokens else None
+    def _decoder_floor(self, state: RequestState) -> int | None:
+        return state.decoder_floor if self.limits.decoder_keep_tokens else None
 
     # Committing
 
@@ -607,30 +607,30 @@ class Scheduler:
         number = -1
         for entry in entries:
             number += entry.drafts
-            row = entry.row
-            if row.generation != entry.generation:
+            state = entry.state
+            if state.generation != entry.generation:
                 continue
             if entry.drafts:
-                slots.append(row.slot)
+                slots.append(state.slot)
                 numbers.append(number)
-            row.num_in_flight -= 1
-            before = row.num_computed_tokens
-            row.num_written_tokens = max(row.num_written_tokens, entry.end or before + 1 + entry.max_drafts)
+            state.num_in_flight -= 1
+            before = state.num_computed_tokens
+            state.num_written_tokens = max(state.num_written_tokens, entry.end or before + 1 + entry.max_drafts)
             new: list[RequestOutput] = []
             if entry.end:
-                row.num_computed_tokens = entry.end
-                row.prompt_logprobs += result.prompt_logprobs.get(row.request.request_id, ())
+                state.num_computed_tokens = entry.end
+                state.prompt_logprobs += result.prompt_logprobs.get(state.request.request_id, ())
             if entry.samples:
-                new = self._take_tokens(row, entry, result.sampled[row.request.request_id])
+                new = self._take_tokens(state, entry, result.sampled[state.request.request_id])
                 outputs += new
-            self._num_computed += row.num_computed_tokens - before
-            if row.num_computed_tokens >= row.num_published_tokens + self._page_tokens:
-                self._publish(row)
+            self._num_computed += state.num_computed_tokens - before
+            if state.num_computed_tokens >= state.num_published_tokens + self._page_tokens:
+                self._publish(state)
             if entry.saving is not None:
-                num_new = len(result.sampled[row.request.request_id].token_ids) if entry.max_drafts else 1
-                self._save(row, entry.saving, is_copied=before + num_new >= entry.saving.position)
+                num_new = len(result.sampled[state.request.request_id].token_ids) if entry.max_drafts else 1
+                self._save(state, entry.saving, is_copied=before + num_new >= entry.saving.position)
             if new and (reason := new[-1].finish_reason) is not None:
-                self._end(row, reason)
+                self._end(state, reason)
         if self._budget is not None:
             if slots:
                 self._budget.update(np.fromiter(slots, np.int64), result.confidences[np.fromiter(numbers, np.int64)])
@@ -638,33 +638,33 @@ class Scheduler:
                 self._budget.refine(plan.num_rows, result.duration_ms)
         return outputs
 
-    def _publish(self, row: Row) -> None:
-        assert row.holding is not None, "a committed row runs"
-        boundary = row.num_computed_tokens // self._page_tokens * self._page_tokens
-        row.extend_chain(boundary)
-        self.kv.publish(row.holding, row.chain, boundary)
-        row.num_published_tokens = boundary
+    def _publish(self, state: RequestState) -> None:
+        assert state.holding is not None, "a committed state runs"
+        boundary = state.num_computed_tokens // self._page_tokens * self._page_tokens
+        state.extend_chain(boundary)
+        self.kv.publish(state.holding, state.chain, boundary)
+        state.num_published_tokens = boundary
 
-    def _save(self, row: Row, saving: Saving, *, is_copied: bool) -> None:
+    def _save(self, state: RequestState, saving: Saving, *, is_copied: bool) -> None:
         """Make saved state findable if the end of the page was reached; give its slot back if nothing will reach it any more.
 
         ``is_copied`` is the device's view, which also counts tokens behind the end of the request.
         """
-        assert row.holding is not None, "a committed row runs"
+        assert state.holding is not None, "a committed state runs"
         saving.num_in_flight -= 1
-        if saving.position <= row.num_computed_tokens:
+        if saving.position <= state.num_computed_tokens:
             if not saving.is_done:
-                self.kv.saved(row.holding, row.chain, saving.position, decoder_floor=self._decoder_floor(row))
-                saving.is_done, row.saving = True, None
+                self.kv.saved(state.holding, state.chain, saving.position, decoder_floor=self._decoder_floor(state))
+                saving.is_done, state.saving = True, None
         elif saving.num_in_flight == 0 and not is_copied:
-            self.kv.unsaved(row.holding)
-            row.saving = None
+            self.kv.unsaved(state.holding)
+            state.saving = None
 
-    def _take_tokens(self, row: Row, entry: InFlight, sampled: Sampled) -> list[RequestOutput]:
+    def _take_tokens(self, state: RequestState, entry: InFlight, sampled: Sampled) -> list[RequestOutput]:
         """Append tokens up to the first that ends the request, and record them."""
-        params, eos_token_id = row.request.params, self.limits.eos_token_id
-        row.num_sampling -= 1
-        row.num_drafts_in_flight -= entry.max_drafts
+        params, eos_token_id = state.request.params, self.limits.eos_token_id
+        state.num_sampling -= 1
+        state.num_drafts_in_flight -= entry.max_drafts
         num_accepted = len(sampled.token_ids) - 1
         if entry.max_drafts:
             self._num_rounds += 1
@@ -673,20 +673,20 @@ class Scheduler:
             self._num_accepted[position] += position < num_accepted
         outputs: list[RequestOutput] = []
         for number, token_id in enumerate(sampled.token_ids):
-            row.token_ids[row.num_tokens] = token_id
-            row.num_tokens += 1
+            state.token_ids[state.num_tokens] = token_id
+            state.num_tokens += 1
             reason = None
-            if (token_id == eos_token_id and not params.ignore_eos) or token_id in row.stop_token_ids:
+            if (token_id == eos_token_id and not params.ignore_eos) or token_id in state.stop_token_ids:
                 reason = FinishReason.STOP
-            elif row.num_tokens == row.num_tokens_max:
+            elif state.num_tokens == state.num_tokens_max:
                 reason = FinishReason.LENGTH
-            outputs.append(record(row, sampled, number, reason, self.limits.max_num_batched_tokens))
+            outputs.append(record(state, sampled, number, reason, self.limits.max_num_batched_tokens))
             if reason is not None:
                 break
         self._num_sampled += len(outputs)
         if not entry.end:  # the anchor and the accepted drafts but the last token
-            row.num_computed_tokens += len(outputs)
-            row.num_planned_tokens += len(outputs) - 1
+            state.num_computed_tokens += len(outputs)
+            state.num_planned_tokens += len(outputs) - 1
         return outputs
 
     # Looking in
@@ -696,7 +696,7 @@ class Scheduler:
         kv, counts = self.kv, self.kv.counts
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._rows) - len(self._running),
+            num_waiting=len(self._requests) - len(self._running),
             num_pages=kv.num_pages,
             num_held_pages=kv.num_pages - kv.num_free_pages,
             num_cached_pages=kv.num_cached_pages,
@@ -718,40 +718,40 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Assert the invariants of all rows, of the queue, and that memory is held by running requests alone.
+        """Assert the invariants of all states, of the queue, and that memory is held by running requests alone.
 
-        Cost: all rows; the manager has a check of its own.
+        Cost: all states; the manager has a check of its own.
         """
-        waiting = {row.request.request_id for row in self._waiting}
+        waiting = {state.request.request_id for state in self._waiting}
         self._waiting.check()
         assert len(waiting) == len(self._waiting), "nobody waits twice"
         assert waiting.isdisjoint(self._running), "nobody waits and runs"
         assert self._branches.keys().isdisjoint(waiting | self._running.keys()), "a branch neither waits nor runs yet"
-        assert self._running.keys() | waiting | self._branches.keys() <= self._rows.keys(), "who ended is nowhere"
-        in_flight: dict[Row, list[InFlight]] = {}
+        assert self._running.keys() | waiting | self._branches.keys() <= self._requests.keys(), "who ended is nowhere"
+        in_flight: dict[RequestState, list[InFlight]] = {}
         for _, entries in self._in_flight:
             for entry in entries:
-                if entry.row.generation == entry.generation:
-                    in_flight.setdefault(entry.row, []).append(entry)
-        for request_id, row in self._rows.items():
-            row.check()
+                if entry.state.generation == entry.generation:
+                    in_flight.setdefault(entry.state, []).append(entry)
+        for request_id, state in self._requests.items():
+            state.check()
             is_running = request_id in self._running
-            assert is_running == (row.holding is not None), "memory is held while a request runs"
+            assert is_running == (state.holding is not None), "memory is held while a request runs"
             parked = not is_running and request_id not in waiting and request_id not in self._branches
-            assert not parked or not row.is_schedulable, "a request that is ready waits in the queue"
-            assert request_id not in waiting or row.is_schedulable, "a request in the queue is ready"
-            entries = in_flight.pop(row, [])
-            assert row.num_in_flight == len(entries), "chunks in flight are counted"
-            assert row.num_sampling == sum(entry.samples for entry in entries), "tokens in flight are counted"
-            assert row.num_drafts_in_flight == sum(entry.max_drafts for entry in entries), "drafts in flight are counted"
+            assert not parked or not state.is_schedulable, "a request that is ready waits in the queue"
+            assert request_id not in waiting or state.is_schedulable, "a request in the queue is ready"
+            entries = in_flight.pop(state, [])
+            assert state.num_in_flight == len(entries), "chunks in flight are counted"
+            assert state.num_sampling == sum(entry.samples for entry in entries), "tokens in flight are counted"
+            assert state.num_drafts_in_flight == sum(entry.max_drafts for entry in entries), "drafts in flight are counted"
             ends = [entry.end for entry in entries if entry.end]
             num_rounds = len(entries) - len(ends)
-            computed = ends[-1] if ends else row.num_computed_tokens
-            assert computed + num_rounds == row.num_planned_tokens, "what is in flight goes at least where planning stands"
-            num_saving = sum(entry.saving is row.saving for entry in entries) if row.saving else 0
-            assert row.saving is None or row.saving.num_in_flight == num_saving > 0, "state is saved by what is in flight"
+            computed = ends[-1] if ends else state.num_computed_tokens
+            assert computed + num_rounds == state.num_planned_tokens, "what is in flight goes at least where planning stands"
+            num_saving = sum(entry.saving is state.saving for entry in entries) if state.saving else 0
+            assert state.saving is None or state.saving.num_in_flight == num_saving > 0, "state is saved by what is in flight"
         assert not in_flight, "nothing valid is in flight of a request that ended"
         assert len(self._running) == self.kv.num_holdings, "memory is held by running requests alone"
         assert len(self._running) <= self.limits.max_num_seqs, "no more run than may"
-        slots = {row.slot for row in self._running.values()}
+        slots = {state.slot for state in self._running.values()}
         assert len(slots) == len(self._running), "a slot belongs to one request"

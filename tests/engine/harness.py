@@ -7,7 +7,7 @@ import torch
 
 from deepinfer.engine.core import EngineCore
 from deepinfer.executor.executor import Executor
-from deepinfer.executor.graphs import Tiers
+from deepinfer.executor.graphs import Buckets
 from deepinfer.executor.worker import Worker
 from deepinfer.kv.layout import KVLayout, RecordSizes
 from deepinfer.kv.manager import KVManager
@@ -40,7 +40,7 @@ def build(
     is_adaptive=False,
     draft_budget=None,
     drafter=lambda network: Drafter(network, weights("golden")),
-    tiers=None,
+    buckets=None,
     banned_token_ids=(),
     tower=None,
 ):
@@ -70,7 +70,7 @@ def build(
         num_drafts=num_drafts,
         draft_mode=draft_mode,
         replay_mode=replay_mode,
-        tiers=tiers,
+        buckets=buckets,
         banned_token_ids=banned_token_ids,
     )
     limits = Limits(
@@ -213,7 +213,7 @@ def random_engine(rng, work, **given):
         is_async=bool(rng.random() < 0.7),
         cache=bool(rng.random() < 0.8),
         exact_replay=True,
-        tiers=Tiers(rows=int(rng.integers(1, 12)), requests=int(rng.integers(1, 6))) if rng.random() < 0.5 else None,
+        buckets=Buckets(rows=int(rng.integers(1, 12)), requests=int(rng.integers(1, 6))) if rng.random() < 0.5 else None,
         **given,
     )
 

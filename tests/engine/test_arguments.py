@@ -249,7 +249,7 @@ def test_pictures_come_in_any_bytes_with_their_sizes(llm, kind, sizes):
     reader = llm._reader
     plain = reader.of_text(IMAGE, {"image_bytes": [png()]})
     given = reader.of_text(IMAGE, {"image_bytes": [kind(png())], "image_sizes": sizes})
-    assert (given.token_ids, given.images) == (plain.token_ids, plain.images)
+    assert (given.token_ids, given.image_hashes) == (plain.token_ids, plain.image_hashes)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def keys_of(*files):
     """Keys of a prompt that begins with these pictures."""
     prompt = build_prompt([FULL.image_token_id] * len(files) + [5] * 128, files, FULL)
     chain = PageChain(128)
-    chain.extend(np.array(prompt.token_ids, np.int32), prompt.images)
+    chain.extend(np.array(prompt.token_ids, np.int32), prompt.image_hashes)
     return chain.keys
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepinfer.errors import StepFailed
-from deepinfer.executor.graphs import Tiers
+from deepinfer.executor.graphs import Buckets
 from tests.engine.harness import build, drain, params, request, rng_of, tokens, two_turns
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_drafted_is_plain(mode):
             num_drafts=int(rng.integers(1, 6)),
             is_adaptive=bool(seed % 2),
             draft_mode=mode,
-            tiers=Tiers(requests=4) if seed < 3 else None,
+            buckets=Buckets(requests=4) if seed < 3 else None,
         )
         got, expected = drain(core, work, rng), fresh(work)
         for each in work:
@@ -84,9 +84,9 @@ def test_one_graph_serves_any_number_of_drafts(mode):
         for number in range(6)
     ]
     outputs = []
-    for tiers in (Tiers(rows=64, requests=8), None):
+    for buckets in (Buckets(rows=64, requests=8), None):
         core = build(
-            device=CUDA, num_drafts=5, draft_mode=mode, draft_budget=AnyTotal(rng_of(0, 11)), tiers=tiers, is_async=False
+            device=CUDA, num_drafts=5, draft_mode=mode, draft_budget=AnyTotal(rng_of(0, 11)), buckets=buckets, is_async=False
         )
         graphs, totals = core.executor.worker._graphs, {}
         run = graphs.run
@@ -97,7 +97,7 @@ def test_one_graph_serves_any_number_of_drafts(mode):
 
         graphs.run = recording
         outputs.append(drain(core, work))
-        if tiers is not None:
+        if buckets is not None:
             most = max((values for key, values in totals.items() if key is not None), key=len)
             assert len(most) > 5, "totals that one graph has served"
             assert graphs.num_captured < graphs.num_replays / 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deepinfer.engine.observer import Observer
-from deepinfer.executor.graphs import Tiers
+from deepinfer.executor.graphs import Buckets
 from deepinfer.metrics import exposition
 from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from tests.engine.fake_core import FakeCore
@@ -103,10 +103,10 @@ def test_the_rate_of_prompt_tokens_counts_the_last_row_of_every_answer(caplog):
     assert "14 prompt tokens/s, 6 output tokens/s" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize(("tiers", "padding"), [(None, 0), (Tiers(), 1), (Tiers(rows=1, requests=1), 0)])
-def test_rows_of_nobody_are_counted(tiers, padding):
+@pytest.mark.parametrize(("buckets", "padding"), [(None, 0), (Buckets(), 1), (Buckets(rows=1, requests=1), 0)])
+def test_rows_of_nobody_are_counted(buckets, padding):
     """Three answers at once, of three tokens each, two of them in rounds, which are filled up to four requests."""
-    core = build(tiers=tiers, is_async=False)
+    core = build(buckets=buckets, is_async=False)
     drain(core, [request(f"r{number}", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True)) for number in range(3)])
     assert core.stats().num_padding_rows == 2 * padding
     observer = Observer(core.stats, log_every=None)

@@ -1,4 +1,4 @@
-"""Tiers and captured graphs: few shapes, and a replay is what a fresh run would be."""
+"""Buckets and captured graphs: few shapes, and a replay is what a fresh run would be."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.executor.graphs import Graphs, PaddedStep, Tiers, tier
+from deepinfer.executor.graphs import Buckets, Graphs, PaddedStep, bucket
 from deepinfer.step import PLACEHOLDER, Chunk, Round, StepPlan
 from tests.devices import no_waits
 
@@ -14,7 +14,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("interval", "tiers"),
+    ("interval", "buckets"),
     [
         (8, [1, 2, 4, 8, 16, 24, 32]),
         (1, [1, 2, 3, 4, 5]),
@@ -22,10 +22,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (1 << 62, [1, 2, 4, 8, 16, 32, 64]),
     ],
 )
-def test_tiers_are_powers_of_two_below_the_interval_and_its_multiples_above(interval, tiers):
-    assert sorted({tier(count, interval) for count in range(1, tiers[-1] + 1)}) == tiers
-    for count in range(1, tiers[-1] + 1):
-        assert tier(count, interval) == min(each for each in tiers if each >= count)
+def test_tiers_are_powers_of_two_below_the_interval_and_its_multiples_above(interval, buckets):
+    assert sorted({bucket(count, interval) for count in range(1, buckets[-1] + 1)}) == buckets
+    for count in range(1, buckets[-1] + 1):
+        assert bucket(count, interval) == min(each for each in buckets if each >= count)
 
 
 def round_of(number, num_pages, max_drafts):
@@ -42,18 +42,18 @@ def round_of(number, num_pages, max_drafts):
 )
 def test_a_padded_plan_is_the_plan_and_then_rounds_of_nobody(pages, num_drafts, rows, requests):
     plan = StepPlan(chunks=(), rounds=tuple(round_of(i, count, i % 6) for i, count in enumerate(pages)), num_drafts=num_drafts)
-    made = Tiers(rows=rows, requests=requests).pad(plan)
+    made = Buckets(rows=rows, requests=requests).pad(plan)
     if not made.recurs:
         assert made == PaddedStep.of(plan)
-        filled = tier(len(pages), requests) * tier(max(pages), 1 << 62)
+        filled = bucket(len(pages), requests) * bucket(max(pages), 1 << 62)
         assert filled > 8 * sum(pages)
         return
     padded, num_rows = made.plan, made.num_round_rows
     assert made.num_rounds == len(pages)
     assert made.num_padding_rows == num_rows - len(pages) - num_drafts >= 0
     assert (padded.chunks, padded.num_drafts, padded.page_copies) == ((), num_drafts, ())
-    assert len(padded.rounds) == tier(len(pages), requests)
-    assert num_rows == tier(len(padded.rounds) + num_drafts, rows)
+    assert len(padded.rounds) == bucket(len(pages), requests)
+    assert num_rows == bucket(len(padded.rounds) + num_drafts, rows)
     (width,) = {len(each.page_ids) for each in padded.rounds}
     assert max(pages) <= width < 2 * max(pages)
     for each, original in zip(padded.rounds, plan.rounds, strict=False):
@@ -70,18 +70,18 @@ def test_a_padded_plan_is_the_plan_and_then_rounds_of_nobody(pages, num_drafts, 
 
 def test_plans_that_would_be_mostly_filling_are_left_alone():
     short, long = [round_of(number, 1, 5) for number in range(60)], round_of(60, 1000, 5)
-    assert Tiers().pad(StepPlan(chunks=(), rounds=tuple(short))).recurs
-    assert Tiers().pad(StepPlan(chunks=(), rounds=(long,))).recurs
-    assert not Tiers().pad(StepPlan(chunks=(), rounds=(*short, long))).recurs
+    assert Buckets().pad(StepPlan(chunks=(), rounds=tuple(short))).recurs
+    assert Buckets().pad(StepPlan(chunks=(), rounds=(long,))).recurs
+    assert not Buckets().pad(StepPlan(chunks=(), rounds=(*short, long))).recurs
     chunk = Chunk(request_id="a", slot=1, start=0, token_ids=np.zeros(3, np.int32), page_ids=np.ones(1, np.int32))
-    assert not Tiers().pad(StepPlan(chunks=(chunk,), rounds=tuple(short))).recurs
-    assert not Tiers().pad(StepPlan(chunks=(chunk,))).recurs
+    assert not Buckets().pad(StepPlan(chunks=(chunk,), rounds=tuple(short))).recurs
+    assert not Buckets().pad(StepPlan(chunks=(chunk,))).recurs
 
 
 def test_the_tier_follows_the_drafts_that_are_verified():
     """Not those that were made: verifying fewer would gain nothing."""
     rounds = tuple(round_of(number, 1, 5) for number in range(64))
-    sizes = [Tiers().pad(StepPlan(chunks=(), rounds=rounds, num_drafts=count)).num_round_rows for count in (0, 60, 200, 320)]
+    sizes = [Buckets().pad(StepPlan(chunks=(), rounds=rounds, num_drafts=count)).num_round_rows for count in (0, 60, 200, 320)]
     assert sizes == [64, 128, 264, 384]
 
 

@@ -56,7 +56,7 @@ def asking(name, texts, pictures, **given):
         images[len(ids)] = hashlib.sha256(each.pixels.tobytes()).digest()[:16]
         ids += [CONFIG.image_token_id] * each.plan.span_tokens + list(text)
     params = SamplingParams(**{"max_tokens": 6, "seq_seed": 5, "ignore_eos": True, **given})
-    return Request(request_id=name, prompt_token_ids=tuple(ids), params=params, images=images)
+    return Request(request_id=name, prompt_token_ids=tuple(ids), params=params, image_hashes=images)
 
 
 def run(core, request, pictures):
@@ -150,7 +150,10 @@ def test_a_fork_encodes_nothing(rng):
         stem += [output.token_id for output in core.step()]
     params = SamplingParams(max_tokens=4, seq_seed=9, ignore_eos=True)
     child = Request(
-        request_id="child", prompt_token_ids=parent.prompt_token_ids + tuple(stem), params=params, images=parent.images
+        request_id="child",
+        prompt_token_ids=parent.prompt_token_ids + tuple(stem),
+        params=params,
+        image_hashes=parent.image_hashes,
     )
     core.fork("parent", child, [Picture(plan=pictures[0].plan, pixels=pictures[0].pixels.copy())])
     found = by_answer(core)

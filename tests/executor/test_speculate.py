@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deepinfer.executor.graphs import Graphs
-from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
+from deepinfer.executor.slots import SlotTable
 from deepinfer.executor.speculate import Context, Speculator
 from deepinfer.model.drafter import Drafts
 from deepinfer.model.inputs import RingRows
@@ -48,7 +48,7 @@ class Device:
     """A speculator and its table."""
 
     def __init__(self, num_drafts=3, mode="coupled", drafter=None, **params):
-        self.table = RowTable(NUM_SLOTS, num_drafts, CPU, draft_vocab=VOCAB if mode == "sampled" else 0)
+        self.table = SlotTable(NUM_SLOTS, num_drafts, CPU, draft_vocab=VOCAB if mode == "sampled" else 0)
         self.rules = TokenRules(VOCAB, eos_token_id=EOS, forbidden=(), device=CPU)
         self.drafter = drafter or (FakeDrafter() if num_drafts else None)
         self.speculator = Speculator(
@@ -408,7 +408,7 @@ def test_state_is_saved_exactly_by_the_round_that_computes_the_last_token_of_a_p
 
 
 def test_a_row_says_how_its_request_is_sampled():
-    table = RowTable(NUM_SLOTS, 2, CPU)
+    table = SlotTable(NUM_SLOTS, 2, CPU)
     table.write(3, SamplingParams(temperature=0.5, top_k=9, top_p=0.75, min_p=0.25, seq_seed=2**64 - 5, ignore_eos=True), 77)
     rows = table.sampling(torch.tensor([3, 3]), filters=True)
     columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds)
@@ -418,5 +418,5 @@ def test_a_row_says_how_its_request_is_sampled():
 
 
 def test_draft_logits_are_kept_only_where_they_are_asked_for():
-    assert RowTable(4, 2, CPU, draft_vocab=VOCAB).draft_logits.shape == (4, 2, VOCAB)
-    assert RowTable(4, 0, CPU, draft_vocab=VOCAB).draft_logits is None
+    assert SlotTable(4, 2, CPU, draft_vocab=VOCAB).draft_logits.shape == (4, 2, VOCAB)
+    assert SlotTable(4, 0, CPU, draft_vocab=VOCAB).draft_logits is None

@@ -14,8 +14,8 @@ from deepinfer.config import EngineArgs, named_config
 from deepinfer.engine import loader
 from deepinfer.errors import ConfigError
 from deepinfer.executor.graphs import Graphs
-from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import TokenRules
+from deepinfer.executor.slots import SlotTable
 from deepinfer.executor.speculate import Speculator
 from deepinfer.executor.worker import workspace_bytes
 from deepinfer.model.drafter import Drafts
@@ -132,7 +132,7 @@ class Step:
     def __init__(self, vocab, num_requests, num_drafts, mode, device=CPU, **given):
         self.params = [SamplingParams(seq_seed=n, **given) for n in range(num_requests)]
         slots = num_requests + 1
-        self.table = RowTable(slots, num_drafts, device, draft_vocab=vocab if mode == "sampled" else 0)
+        self.table = SlotTable(slots, num_drafts, device, draft_vocab=vocab if mode == "sampled" else 0)
         self.rules = TokenRules(vocab, eos_token_id=1, forbidden=(), device=device)
         drafter = SimpleNamespace(commit=None, draft=lambda *args: Drafts) if num_drafts else None
         self.speculator = Speculator(

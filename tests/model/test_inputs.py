@@ -66,7 +66,7 @@ def test_tokens_before_are_found_in_the_ring_or_in_the_step(number):
             for position in range(max(0, chunk.start - length), chunk.start):
                 ring[chunk.slot, position % length] = 1000 * chunk.slot + position
         own = 1000 * tokens.slots[tokens.requests] + tokens.positions
-        found = before.gather(ring, own)[before.rows].masked_fill(before.rows < 0, -1)
+        found = before.gather(ring, own)[before.idx].masked_fill(before.idx < 0, -1)
         wanted = tokens.positions.unsqueeze(1) + torch.tensor(list(offsets))
         expected = torch.where(wanted >= 0, 1000 * tokens.slots[tokens.requests].unsqueeze(1) + wanted, -1)
         assert torch.equal(found, expected)
@@ -166,7 +166,7 @@ class Rounds:
 
 def check_written(found, expected, num_rows):
     """The same rows are written to the same places, those of nobody excepted."""
-    is_own = found.rows < num_rows
+    is_own = found.idx < num_rows
     for name in ("rows", "slots", "positions"):
         assert torch.equal(getattr(found, name)[is_own], getattr(expected, name)), name
     assert (found.slots[~is_own] == 0).all()
@@ -178,8 +178,8 @@ def check_before(found, expected, num_rows, reach):
     for name in ("slots", "positions"):
         assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
     # Behind the earlier tokens of all requests stand the step's own, and there is one request more.
-    shifted = torch.where(found.rows >= (num_requests + 1) * reach, found.rows - reach, found.rows)
-    assert torch.equal(shifted[:num_rows], expected.rows)
+    shifted = torch.where(found.idx >= (num_requests + 1) * reach, found.idx - reach, found.idx)
+    assert torch.equal(shifted[:num_rows], expected.idx)
 
 
 def check_layer(found, expected, num_more, reach):

@@ -303,30 +303,30 @@ class Attended:
         self.q = normal(rng, num_tokens, 4, HEAD_DIM).to(dtype)
         self.sinks = normal(rng, 4).to(arithmetic.accumulation_dtype(self.q))
         self.window = quant.encode_window(normal(rng, 20, HEAD_DIM))
-        self.window_rows = torch.from_numpy(rng.integers(0, 20, (num_tokens, num_window)))
+        self.window_idx = torch.from_numpy(rng.integers(0, 20, (num_tokens, num_window)))
         short = rng.integers(1, num_window + 1, num_tokens)
-        self.window_rows[torch.arange(num_window) < num_window - torch.from_numpy(short)[:, None]] = -1
-        self.store = self.entry_rows = None
+        self.window_idx[torch.arange(num_window) < num_window - torch.from_numpy(short)[:, None]] = -1
+        self.store = self.entry_idx = None
         self.page_ids = torch.tensor(PAGE_IDS)
         if num_entries:
             records = quant.encode_main(normal(rng, 9 * PAGE_ENTRIES, HEAD_DIM))
             self.store = records.unflatten(0, (9, PAGE_ENTRIES))
             chosen = [np.sort(rng.choice(num_entries, top_k, replace=False)) for _ in range(num_tokens)]
-            self.entry_rows = torch.from_numpy(np.stack(chosen))
-            self.entry_rows[torch.arange(top_k) >= torch.from_numpy(rng.integers(0, top_k + 1, num_tokens))[:, None]] = -1
+            self.entry_idx = torch.from_numpy(np.stack(chosen))
+            self.entry_idx[torch.arange(top_k) >= torch.from_numpy(rng.integers(0, top_k + 1, num_tokens))[:, None]] = -1
         frequencies = rope_frequencies(16, 100.0, None).to(self.sinks.dtype)
         self.rotation = Rotation.at(torch.from_numpy(self.positions), frequencies)
 
     def run(self):
         return attention.sparse_attention(
-            self.q, self.rotation, self.sinks, self.window, self.window_rows, self.store, self.page_ids, self.entry_rows
+            self.q, self.rotation, self.sinks, self.window, self.window_idx, self.store, self.page_ids, self.entry_idx
         )
 
     def keys(self, token):
-        rows = [row for row in self.window_rows[token].tolist() if row >= 0]
+        rows = [row for row in self.window_idx[token].tolist() if row >= 0]
         keys = [quant.decode_window(self.window[row], HEAD_DIM, torch.float64) for row in rows]
         if self.store is not None:
-            for row in self.entry_rows[token].tolist():
+            for row in self.entry_idx[token].tolist():
                 if row >= 0:
                     record = self.store[PAGE_IDS[row // PAGE_ENTRIES], row % PAGE_ENTRIES]
                     keys.append(quant.decode_main(record, HEAD_DIM, torch.float64))
@@ -353,11 +353,11 @@ def test_memory_behind_list_padding_does_not_matter(seed):
     case = Attended(np.random.default_rng(seed), 6, num_entries=32)
     expected = case.run()
     read = torch.zeros(9 * PAGE_ENTRIES, dtype=torch.bool)
-    for row in case.entry_rows.flatten().tolist():
+    for row in case.entry_idx.flatten().tolist():
         if row >= 0:
             read[PAGE_IDS[row // PAGE_ENTRIES] * PAGE_ENTRIES + row % PAGE_ENTRIES] = True
     case.store.flatten(0, 1)[~read] = 0x7F  # NaN as a scale
-    unread = sorted(set(range(20)) - set(case.window_rows.flatten().tolist()))
+    unread = sorted(set(range(20)) - set(case.window_idx.flatten().tolist()))
     case.window[unread] = 0x7F
     assert torch.equal(case.run(), expected)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from deepinfer.engine.prompt import check_params
 from deepinfer.errors import RequestError
-from deepinfer.executor.rows import RowTable
 from deepinfer.executor.rules import PackedRows, TokenRules
+from deepinfer.executor.slots import SlotTable
 from deepinfer.ops.sampling import verify, verify_coupled
 from deepinfer.request import SamplingParams
 from tests.engine.harness import build, drain, request
@@ -72,7 +72,7 @@ def test_no_draw_and_no_verification_chooses_what_is_ruled_out(both, logits, dra
     rules = TokenRules(VOCAB, eos_token_id=EOS, forbidden=[*forbidden, IMAGE], device=CPU)
     rules.add("a", params, 2)
     rules.start("a", np.array([2, 3], dtype=np.int32))
-    table = RowTable(2, 0, CPU)
+    table = SlotTable(2, 0, CPU)
     table.write(1, params, 100)
     positions = torch.arange(2, 5)
     packed = PackedRows(

@@ -14,7 +14,7 @@ def test_tiles_equal_products_of_hit_experts(monkeypatch, num_tokens, dtype, bud
     gen = torch.Generator().manual_seed(num_tokens)
     num_experts, top_k = 6, 2
     ids = torch.stack([torch.randperm(num_experts - 1, generator=gen)[:top_k] for _ in range(num_tokens)])  # one is never hit
-    picks = moe.plan(ids, num_experts)
+    picks = moe.sort_picks(ids, num_experts)
     rows = torch.randn(num_tokens * top_k, 64, generator=gen).to(dtype)
     dense = torch.randn(num_experts, 96, 64, generator=gen).to(dtype)
     assert torch.equal(moe._products_in_tiles(rows, picks, dense), moe._products_of_hit_experts(rows, picks, dense))

@@ -84,7 +84,7 @@ def test_scores_of_extreme_logits_are_finite(size):
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=30))
 def test_plan_sorts_picks_by_expert_then_by_token(ids):
-    plan = moe.plan(torch.tensor(ids), 8)
+    plan = moe.sort_picks(torch.tensor(ids), 8)
     flat = [expert for row in ids for expert in row]
     assert plan.order.tolist() == sorted(range(len(flat)), key=lambda pick: (flat[pick], pick))
     assert plan.counts.tolist() == [flat.count(expert) for expert in range(8)]
@@ -100,7 +100,7 @@ def test_every_pick_passes_its_expert(num_tokens, seed):
     w13, w2 = packed(rng, EXPERTS, 2 * INTER, HIDDEN), packed(rng, EXPERTS, HIDDEN, INTER)
     ids = torch.from_numpy(rng.choice([0, 1, 3, 4], (num_tokens, TOP_K)))  # expert 2 gets nothing
     weights = normal(rng, num_tokens, TOP_K).abs()
-    found = moe.experts(quant.RoundedRows(x8), weights, moe.plan(ids, EXPERTS), w13, w2, LIMIT)
+    found = moe.experts(quant.RoundedRows(x8), weights, moe.sort_picks(ids, EXPERTS), w13, w2, LIMIT)
     for token in range(num_tokens):
         for choice in range(TOP_K):
             expert = ids[token, choice]
@@ -123,7 +123,7 @@ def test_routing_weight_multiplies_before_the_quantiser(seed):
     rng = np.random.default_rng(seed)
     x8 = quant.quantise(normal(rng, 4, HIDDEN))
     w13, w2 = packed(rng, 1, 2 * INTER, HIDDEN), packed(rng, 1, HIDDEN, INTER)
-    picks = moe.plan(torch.zeros(4, 1, dtype=torch.int64), 1)
+    picks = moe.sort_picks(torch.zeros(4, 1, dtype=torch.int64), 1)
 
     def run(weight):
         return moe.experts(x8, torch.full((4, 1), weight, dtype=torch.float64), picks, w13, w2, LIMIT)

@@ -281,7 +281,7 @@ def test_known_stream_mixing():
         base=torch.cat([torch.zeros(8, dtype=torch.float64), logits.flatten()]),
         scale=torch.zeros(24, dtype=torch.float64),
         norm=torch.ones(32, dtype=torch.float64),
-        num_rounds=20,
+        num_iterations=20,
         eps=1e-6,
         rms_eps=1e-20,
     )

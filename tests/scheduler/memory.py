@@ -39,7 +39,7 @@ class Sequence:
             self._append(self._print % WORD_IDS)
 
     def _append(self, token_id):
-        image = self.request.images.get(self.length)
+        image = self.request.image_hashes.get(self.length)
         self._print = mix(self._print, token_id + 1 if image is None else int.from_bytes(image, "little"))
         self.ids[self.length], self.prints[self.length] = token_id, self._print
         self.length += 1

@@ -104,18 +104,18 @@ class Watch:
 
     def step(self):
         world, scheduler = self.world, self.world.scheduler
-        waiting = [row for row in scheduler._rows.values() if row.holding is None and row.is_schedulable]
+        waiting = [state for state in scheduler._requests.values() if state.holding is None and state.is_schedulable]
         running = set(scheduler._running.values())
         busy = world.step()
         new = set(scheduler._running.values()) - running
-        for row in waiting:
-            if row.holding is None and row.request.request_id in scheduler._rows:
-                self.overtaken[row.request.request_id] += sum(policy.place(each) > policy.place(row) for each in new)
-        for row in scheduler._rows.values():
-            name, place = row.request.request_id, (row.num_tokens, row.num_computed_tokens)
+        for state in waiting:
+            if state.holding is None and state.request.request_id in scheduler._requests:
+                self.overtaken[state.request.request_id] += sum(policy.place(each) > policy.place(state) for each in new)
+        for state in scheduler._requests.values():
+            name, place = state.request.request_id, (state.num_tokens, state.num_computed_tokens)
             key = (name, place)
             self.stuck = Counter({each: count for each, count in self.stuck.items() if each[0] != name or each == key})
-            self.stuck[key] += row.is_schedulable
+            self.stuck[key] += state.is_schedulable
         return busy
 
 

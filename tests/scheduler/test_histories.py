@@ -84,7 +84,7 @@ class History:
             ignore_eos=rng.random() < 0.5,
             priority=rng.choice([0, 0, 0, 1]),
             salt=salt,
-            images={at: bytes([1, stem]) for at, token_id in enumerate(prompt) if token_id == IMAGE},
+            image_hashes={at: bytes([1, stem]) for at, token_id in enumerate(prompt) if token_id == IMAGE},
             checkpoints=tuple(at for at in range(PAGE, len(prompt) + 1, PAGE) if rng.random() < 0.1),
             is_schedulable=rng.random() < 0.9,
             **self.asked(),
@@ -105,7 +105,7 @@ class History:
         is_earlier = rng.random() < 0.3
         prompt = prompt[: rng.randint(1, len(prompt))] if is_earlier else prompt + [WORD] * rng.choice([0, 0, 1, 3])
         prompt = prompt[:60]
-        images = {at: content for at, content in world.requests[parent].images.items() if at < len(prompt)}
+        images = {at: content for at, content in world.requests[parent].image_hashes.items() if at < len(prompt)}
         name = f"r{len(world.requests)}"
         world.stem_of[name] = world.stem_of[parent]
         world.add(
@@ -115,7 +115,7 @@ class History:
             parent=parent,
             ignore_eos=rng.random() < 0.5,
             salt=world.requests[parent].salt,
-            images=images,
+            image_hashes=images,
             is_schedulable=rng.random() < 0.9,
             **self.asked(),
         )

@@ -225,7 +225,7 @@ def test_page_with_an_unconfirmed_token_cannot_be_found():
         run_ahead(world)
         if len(world.in_flight) == 2:
             world.commit()
-    num_computed = world.scheduler._rows["a"].num_computed_tokens
+    num_computed = world.scheduler._requests["a"].num_computed_tokens
     world.abort("a")
     assert world.kv.num_cached_pages == num_computed // PAGE
 
@@ -326,7 +326,7 @@ def test_branch_that_just_started_is_not_preempted_in_the_same_plan():
     world.add("child", world.told("parent"), 2, ignore_eos=True, parent="parent", priority=-1)
     plan = plan_of(world)
     assert "child" in {chunk.request_id for chunk in plan.chunks}
-    assert world.scheduler._rows["child"].holding is not None
+    assert world.scheduler._requests["child"].holding is not None
     assert world.scheduler.stats().num_preempted == 1
     world.drain()
 
@@ -360,7 +360,7 @@ def test_state_with_another_decoder_floor_does_not_resume_a_preempted_request():
         plan_of(world)
     world.add("c", words(3), 20, ignore_eos=True)
     until_preempted(world)
-    row = world.scheduler._rows["a"]
+    row = world.scheduler._requests["a"]
     assert row.holding is None
     for floor, expected in ((row.decoder_floor, 0), (30 - keep, 28)):
         assert world.kv.plan_hit(row.chain, row.num_tokens, exact=True, decoder_floor=floor).start == expected
@@ -446,16 +446,16 @@ def test_a_resumed_request_is_no_second_query(is_async):
     assert queries(world)[0] == sum(20 + number for number in range(4))
 
 
-@pytest.mark.parametrize("given", [{"salt": b"other"}, {"images": {3: b"other"}}])
+@pytest.mark.parametrize("given", [{"salt": b"other"}, {"image_hashes": {3: b"other"}}])
 def test_other_tenants_and_other_pictures_share_nothing(given):
     prompt = [*words(3), IMAGE, *words(30, first=50)]
     world = World(num_slots=9, max_num_batched_tokens=60)
-    world.add("a", prompt, 1, images={3: b"picture"})
+    world.add("a", prompt, 1, image_hashes={3: b"picture"})
     world.drain()
-    world.add("b", prompt, 1, **({"images": {3: b"picture"}} | given))
+    world.add("b", prompt, 1, **({"image_hashes": {3: b"picture"}} | given))
     assert [start for _, start, _ in chunks_of(world)] == [0]
     world.drain()
-    world.add("c", prompt, 1, images={3: b"picture"})
+    world.add("c", prompt, 1, image_hashes={3: b"picture"})
     assert [start for _, start, _ in chunks_of(world)] != [0]
     world.drain()
 
@@ -545,7 +545,7 @@ def test_fork_into_a_replay_is_admitted_like_any_other():
     world.drain()
     world.add("parent", words(40), 9, ignore_eos=True)
     hit = (40 - MARGIN) // PAGE * PAGE
-    while world.scheduler._rows["parent"].num_computed_tokens < hit - 1:
+    while world.scheduler._requests["parent"].num_computed_tokens < hit - 1:
         plan_of(world)
     world.add("child", words(hit - 1), 3, ignore_eos=True, parent="parent")
     for _ in range(3):
@@ -569,7 +569,7 @@ def test_fork_keeps_the_decoder_floor_that_its_state_was_made_with():
         ({"parent": "nobody"}, "request 'nobody' is not there to be forked"),
         ({"prompt": [*words(5), WORD, WORD]}, "differs from the tokens of request 'parent' at position 5"),
         ({"salt": b"other"}, "another tenant"),
-        ({"images": {2: b"x"}}, "other pictures"),
+        ({"image_hashes": {2: b"x"}}, "other pictures"),
     ],
 )
 def test_fork_that_does_not_continue_its_parent_is_refused(given, says):

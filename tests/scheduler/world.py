@@ -65,7 +65,7 @@ class World:
         self.num_cut = 0  # requests that ended inside a round while another round of them was in flight
 
     def add(self, name, prompt, max_tokens=4, *, is_schedulable=True, parent=None, **given):
-        names = {"priority", "salt", "images", "checkpoints"} & given.keys()
+        names = {"priority", "salt", "image_hashes", "checkpoints"} & given.keys()
         request = Request(
             request_id=name,
             prompt_token_ids=tuple(prompt),
@@ -125,7 +125,7 @@ class World:
 
     def commit(self):
         plan, result = self.in_flight.pop(0)
-        alive = self.scheduler._rows
+        alive = self.scheduler._requests
         expected = {name for name in result.sampled if name in alive and alive[name].num_in_flight}
         savings = [row.saving for each in plan.rounds if (row := alive.get(each.request_id)) and row.saving and row.num_in_flight]
         outputs = self.scheduler.commit(plan, result)

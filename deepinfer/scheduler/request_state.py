@@ -29,7 +29,7 @@ class Saving:
     is_done: bool = False
 
 
-class Row:
+class RequestState:
     """A request between :meth:`Scheduler.add` and its end.
 
     Three lengths say how far it is, all in tokens: ``num_computed_tokens`` are computed for certain, ``num_planned_tokens`` will
@@ -51,7 +51,7 @@ class Row:
         is_schedulable: whether its inputs are ready.
         is_resumed: whether it was preempted before.
         num_overtaken: branches that passed it while it was the head of the queue.
-        parent: the row it shall branch from, and that row's generation, or None.
+        parent: the state it shall branch from, and that state's generation, or None.
         generation: goes up whenever what is in flight becomes void.
         holding: pages and slot, or None while it does not run.
         slot: of the holding; without meaning while there is none.
@@ -144,7 +144,7 @@ class Row:
         self.chain = PageChain(page_tokens, request.salt)
         self.is_schedulable = True
         self.is_resumed = False
-        self.parent: tuple[Row, int] | None = None
+        self.parent: tuple[RequestState, int] | None = None
         self.generation = 0
         self.num_cached_tokens = 0
         self.num_overtaken = 0
@@ -190,8 +190,8 @@ class Row:
         """Bring the keys up to the first ``num_tokens`` tokens, all known."""
         known = self.chain.num_tokens
         if num_tokens > known:
-            images = {at: content for at, content in self.request.images.items() if known <= at < num_tokens}
-            self.chain.extend(self.token_ids[known:num_tokens], images)
+            image_hashes = {at: content for at, content in self.request.image_hashes.items() if known <= at < num_tokens}
+            self.chain.extend(self.token_ids[known:num_tokens], image_hashes)
 
     def check(self) -> None:
         """Assert the invariant."""

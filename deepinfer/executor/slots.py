@@ -10,7 +10,7 @@ from deepinfer.ops.sampling import SamplingRows, signed
 from deepinfer.request import SamplingParams
 
 
-class RowTable:
+class SlotTable:
     """One row per slot.
 
     Invariant: a slot's row belongs to the request that was written last; rows of free slots mean nothing.
