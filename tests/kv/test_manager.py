@@ -257,8 +257,8 @@ class History:
 
     def save_slot(self, sim, kind, position=0):
         key = sim.chain.keys[position // self.page_tokens - 1] if position and self.rng.random() < 0.5 else None
-        before, is_there = self.fingerprint(), key in self.manager._saved
-        own = [state.slot for state in sim.holding._saves.asked if self.manager._is_idle(state)]
+        before, is_there = self.fingerprint(), self.manager.states.find(key) is not None
+        own = [state.slot for state in sim.holding.saves.asked if self.manager.states.is_idle(state)]
         slot = self.manager.save_slot(sim.holding, kind, key=key)
         if is_there or slot is None:
             assert slot is None
@@ -726,7 +726,7 @@ def saved_as(manager, holding, chain, kind, position):
 
 
 def states_of(manager, chain):
-    return [4 * (at + 1) for at, key in enumerate(chain.keys) if key in manager._saved]
+    return [4 * (at + 1) for at, key in enumerate(chain.keys) if manager.states.find(key)]
 
 
 @pytest.mark.parametrize("num_slots", [4, 5, 6, 9])
@@ -792,7 +792,7 @@ def test_resend_states_keep_a_share_of_slots_that_are_all_in_use(num_slots, num_
         saved_as(manager, holding, chain, "progress", 20)
         manager.release(holding)
         assert states_of(manager, chain) == [16, 20], "the last one can be sent again"
-    assert sum(state.is_resend for state in manager._saved.values()) == num_left
+    assert sum(state.is_resend for state in manager.states._by_key.values()) == num_left
 
 
 def test_a_slot_that_nothing_was_copied_to_holds_the_state_before_again():
@@ -944,7 +944,7 @@ def test_counts_add_up():
     counts = manager.counts
     assert (counts.num_admitted, counts.num_replay_hits, counts.num_state_hits) == (4, 1, 1)
     assert (counts.num_asked_tokens, counts.num_hit_tokens, counts.num_replayed_tokens) == (128, 36 + 24, 4)
-    assert manager.page_usage == manager.slot_usage == 0
+    assert manager.page_usage == manager.states.usage == 0
 
 
 REPLAY = Hit(num_tokens=8, kind="replay", start=4, saved_slot=None, window_floor=4)
@@ -965,8 +965,8 @@ def saved_at(manager, holding, chain, position):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda manager, holding, chain: manager.saved(holding, chain, 4), "save_slot did not give"),
-        (lambda manager, holding, chain: manager.unsaved(holding), "save_slot did not give"),
+        (lambda manager, holding, chain: manager.saved(holding, chain, 4), "was not chosen"),
+        (lambda manager, holding, chain: manager.unsaved(holding), "was not chosen"),
         (lambda manager, holding, chain: saved_at(manager, holding, chain, 6), "page boundary"),
         (lambda manager, holding, chain: saved_at(manager, manager.admit(chain, REPLAY, 20), chain, 4), "inside a replay"),
         (lambda manager, holding, chain: manager.publish(holding, chain, 24), "more than keys or pages"),

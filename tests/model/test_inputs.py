@@ -166,7 +166,7 @@ class Rounds:
 
 def check_written(found, expected, num_rows):
     """The same rows are written to the same places, those of nobody excepted."""
-    is_own = found.idx < num_rows
+    is_own = found.rows < num_rows
     for name in ("rows", "slots", "positions"):
         assert torch.equal(getattr(found, name)[is_own], getattr(expected, name)), name
     assert (found.slots[~is_own] == 0).all()
