@@ -461,6 +461,9 @@ class Request:
         salt: tenant; requests share cached memory only with requests of the same salt.
         image_hashes: position of a picture's first token -> hash of its content.
         checkpoints: positions, multiples of a page, at which a chunk of the prompt must end so that state can be saved there.
+        output_token_ids: output tokens that the request begins with, generated elsewhere.  They count as generated: towards
+            ``max_tokens``, in penalties and in the random stream.  With the seed of the request that generated them, the next
+            tokens are the same as there.
     """
 
     request_id: str
@@ -470,6 +473,7 @@ class Request:
     salt: bytes = b""
     image_hashes: Mapping[int, bytes] = field(default_factory=dict, hash=False)
     checkpoints: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every value and keep it as a plain one; what depends on the engine is the scheduler's to check."""
@@ -488,6 +492,18 @@ class Request:
             )
         given = as_whole_numbers("checkpoints", self.checkpoints, things="positions", low=None)
         put(self, "checkpoints", tuple(dict.fromkeys(given)))
+        output = tuple(as_whole_numbers("output_token_ids", self.output_token_ids, things="token ids"))
+        put(self, "output_token_ids", output)
+        if output and self.params.n > 1:
+            raise RequestError(
+                f"a request with n={self.params.n} answers cannot begin with output tokens, which belong to one answer; "
+                "make one request for each answer"
+            )
+        if output and self.params.prompt_logprobs:
+            raise RequestError(
+                "prompt_logprobs=True is reported with the first output token, which a request that begins with output tokens "
+                "does not generate; leave prompt_logprobs or output_token_ids out"
+            )
 
     def with_seed(self) -> Request:
         """This request, its parameters with a seed."""

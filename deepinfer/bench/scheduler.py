@@ -19,7 +19,8 @@ from deepinfer.kv.manager import KVManager
 from deepinfer.kv.prefix import PageChain
 from deepinfer.request import Request, SamplingParams
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
-from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.limits import Limits
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.step import Sampled, StepPlan, StepResult
 
 _EOS, _WORD = 1, 7

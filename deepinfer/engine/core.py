@@ -12,7 +12,8 @@ from deepinfer.images import Picture
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import Request, RequestOutput
 from deepinfer.scheduler.budget import DraftBudget
-from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.limits import Limits
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.stats import SchedulerStats
 from deepinfer.step import StepPlan, StepResult
 
@@ -84,6 +85,12 @@ class EngineCore:
                 "prompt_logprobs=True needs the logits of a whole prompt, and with decoder_replay this engine makes those of the "
                 f"last {keep} tokens at most; leave prompt_logprobs out, or start the engine with decoder_replay=off"
             )
+        for position, token_id in enumerate(request.output_token_ids):
+            if token_id >= worker.config.vocab_size or token_id == worker.config.image_token_id:
+                raise RequestError(
+                    f"output token {position} is {shown(token_id)}, which this model does not generate; give ids below "
+                    f"{worker.config.vocab_size} other than the image placeholder {worker.config.image_token_id}"
+                )
         request = request.with_seed()
         parts = self._samples.split(request)
         if not request.request_id:

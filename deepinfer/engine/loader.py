@@ -30,7 +30,7 @@ from deepinfer.model.vision import VisionTower
 from deepinfer.model.weights import random_tensors, rank_memory, read_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
-from deepinfer.scheduler.scheduler import Limits
+from deepinfer.scheduler.limits import Limits
 from deepinfer.tokenizer import IMAGE, Tokenizer
 
 _SPARE_PAGES = 64

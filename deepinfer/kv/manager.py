@@ -282,8 +282,8 @@ class KVManager:
     ) -> Holding | None:
         """Give a request the pages of ``hit``, further ones for ``num_tokens`` in all, and a slot.
 
-        The saved state of a hit stays until :meth:`restored`.  If its slot is the last one, that slot becomes the request's own, and
-        nothing is copied.  The holding's ``restore_from`` says which.
+        The saved state of a hit stays until :meth:`restored`.  If its slot is the last one, the request gets that
+        slot, and nothing is copied.  The holding's ``restore_from`` says which.
 
         Args:
             chain: the chain that the hit was planned with.

@@ -1,6 +1,6 @@
-"""The plan that is being made.
+"""A plan while it is built.
 
-The scheduler decides who computes how much in a step; what the step says about each of them is written here.
+The scheduler decides how many tokens each request computes in a step.  This module writes the chunks and rounds of the plan.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class InFlight(NamedTuple):
     """A chunk or a round in flight.
 
     Attributes:
-        state, generation: whose, and its generation then.
-        end: of a chunk; 0 for a round.
-        samples: whether it brings tokens.
-        drafts: whether drafts are made behind it.
-        max_drafts: of a round.
+        state, generation: the request, and its generation when the step was planned.
+        end: position after a chunk; 0 for a round.
+        samples: whether it gives output tokens.
+        drafts: whether drafts are made after it.
+        max_drafts: most drafts of a round.
         saving: where state is saved, or None.
     """
 
@@ -39,17 +39,17 @@ class InFlight(NamedTuple):
 
 
 class PlanBuilder:
-    """Chunks and rounds of a step; adding one moves its state to where it will be planned to stand.
+    """Chunks and rounds of a step.  Adding one advances the planned tokens of its request.
 
     Attributes:
         budget: tokens left.
-        num_keys: keys that its prompts see.
-        num_drafts: drafts that its rounds verify in all.
+        num_keys: keys that the prompts of the step see.
+        num_drafts: drafts that the rounds verify in all.
         page_copies: as in the plan.
-        fresh: holdings that begin in this plan; their copies are in it.
-        held: states not to be planned: a branch waits for their commit, or they have just started.
+        fresh: holdings that begin in this plan; their copies are in the plan.
+        held: requests not to be planned, because a branch waits for their commit or because they just started.
         started: branches that are in the plan already.
-        has_preempted: whether somebody lost memory to it.
+        has_preempted: whether a request lost its memory for this plan.
     """
 
     __slots__ = (
@@ -69,11 +69,11 @@ class PlanBuilder:
     )
 
     def __init__(self, budget: int, lookback_tokens: int) -> None:
-        """Nothing planned.
+        """Start with nothing planned.
 
         Args:
             budget: tokens of the step.
-            lookback_tokens: tokens in front of a request's first chunk that its n-grams look back on.
+            lookback_tokens: tokens before a request's first chunk that its n-grams look back on.
         """
         self._lookback_tokens = lookback_tokens
         self._chunks: list[Chunk] = []
@@ -96,7 +96,7 @@ class PlanBuilder:
 
     @property
     def entries(self) -> list[InFlight]:
-        """What the plan puts in flight, in its order."""
+        """Chunks and rounds of the plan, in its order."""
         return self._in_chunks + self._in_rounds
 
     def build(self) -> StepPlan:
@@ -108,18 +108,18 @@ class PlanBuilder:
             page_copies=tuple(self.page_copies),
         )
 
-    def add_nobody(self) -> None:
-        """One token that belongs to no request."""
+    def add_padding(self) -> None:
+        """Add one token that belongs to no request."""
         self._chunks.append(Chunk(request_id=PLACEHOLDER, slot=0, start=0, token_ids=_DUMMY_IDS, page_ids=_DUMMY_IDS))
 
     def add_round(self, state: RequestState, cap: int, saving: Saving | None) -> None:
-        """A round of a state.
+        """Add a round of a request.
 
         Args:
-            cap: drafts that it may verify.
-            saving: where it saves state if it reaches that far.
+            cap: most drafts that it verifies.
+            saving: where it saves state if it reaches that position.
         """
-        assert state.holding is not None, "a planned state runs"
+        assert state.holding is not None, "a planned request runs"
         start = state.num_planned_tokens
         assert start == state.num_tokens + state.num_sampling - 1, "a round starts at the token that was sampled last"
         self._rounds.append(
@@ -144,13 +144,13 @@ class PlanBuilder:
         state.num_in_flight += 1
 
     def add_chunk(self, state: RequestState, count: int, saving: Saving | None, *, is_first: bool) -> None:
-        """The next ``count`` tokens of a state.
+        """Add the next ``count`` tokens of a request.
 
         Args:
-            saving: where its state is saved behind them.
-            is_first: whether the state starts with them.
+            saving: where its state is saved after them.
+            is_first: whether the request starts with them.
         """
-        assert state.holding is not None, "a planned state runs"
+        assert state.holding is not None, "a planned request runs"
         start = state.num_planned_tokens
         end = start + count
         samples, is_last = end == state.num_tokens, end == state.num_prefill_tokens

@@ -1,23 +1,23 @@
 """Who comes first: order of admission, of service and of preemption.
 
-*Admission* goes by priority, then by arrival, and never passes the head of the queue over because something smaller would fit:
-the head gets in as soon as running requests leave it room, and a preempted request has its old place.  So within a priority
-nobody waits for ever; a lower priority waits as long as higher ones keep coming.
+*Admission* goes by priority, then by arrival.  It never passes over the head of the queue because a smaller request would fit.
+The head is admitted as soon as running requests leave it room, and a preempted request keeps its place.  Within a priority every
+request is therefore admitted some time.  A lower priority waits as long as requests of higher ones arrive.
 
-A *branch* has a place in this order too.  It waits for its parent, not in the queue.  Once its parent is planned as far as the
-branch needs, the branch reserves a seat, a slot and its pages: nobody who comes after it is admitted to them.  A branch may start
-before the head of the queue, because it needs little beside what its parent holds.  That happens to one head ``max_num_seqs``
-times at most.
+A *branch* has a place in this order too, but it waits for its parent and not in the queue.  Once its parent is planned as far as
+the branch needs, the branch reserves a seat, a slot and its pages: no later request is admitted to them.  A branch may start
+before the head of the queue, because it needs little memory beside its parent's.  One head is overtaken at most ``max_num_seqs``
+times.
 
-*Service* within a step: tokens that continue an answer go before prompts.  Where the budget cannot serve every answer, those of
-higher priority come first, then the shortest, then the oldest.  The shortest that is served does not stay the shortest, so all
-advance; and prompts, which would bring new short answers, do not advance meanwhile.  Every answer is bounded, so prompts go on
-when some have ended.
+*Service* within a step: decoding goes before prompts.  If the token budget cannot serve all decoding requests, higher priorities
+come first, then the shortest answers, then the oldest requests.  The shortest answer grows when it is served, so all answers
+grow.  Prompts do not advance meanwhile, because they would add new short answers.  Every answer is bounded, so prompts advance
+after some answers end.
 
-*Preemption* makes room for requests that run, never for one that waits.  It takes the last in the order of service: lowest
-priority, then longest answer, then youngest.  Room is made for an answer that is continued in the same step; a request that
-would have to make room itself first waits for what it has in flight; one whose last token is in flight is waited for; and a step
-that preempts admits nobody.  So the tokens that callers see grow in number whatever happens.
+*Preemption* frees memory for running requests, never for a waiting one.  It takes the last request in the order of service:
+lowest priority, then longest answer, then youngest.  Four rules ensure that answers grow in the end.  Memory is freed only for a
+request that continues in the same step.  A request that is itself the victim first waits for its steps in flight.  A request
+whose last token is in flight is waited for.  A step that preempts admits no request.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def place(state: RequestState) -> tuple[int, int]:
 
 
 class Queue:
-    """Rows that wait for memory, in order of admission.
+    """Requests that wait for memory, in order of admission.
 
-    Invariant: sorted, no state twice.
+    Invariant: sorted; no request is in it twice.
     """
 
     def __init__(self) -> None:
-        """Empty."""
+        """Start empty."""
         self._states: list[RequestState] = []
 
     def __len__(self) -> int:
-        """Rows that wait."""
+        """Number of requests."""
         return len(self._states)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Rows in order."""
+        """Requests in order."""
         return iter(self._states)
 
     @property
@@ -58,59 +58,31 @@ class Queue:
         return self._states[0] if self._states else None
 
     def push(self, state: RequestState) -> None:
-        """Add a state at its place."""
+        """Add a request at its place."""
         insort(self._states, state, key=place)
 
     def remove(self, state: RequestState) -> None:
-        """Take a state out."""
+        """Take a request out."""
         at = bisect_left(self._states, place(state), key=place)
-        assert self._states[at] is state, "the state waits"
+        assert self._states[at] is state, "the request is in the queue"
         del self._states[at]
 
     def check(self) -> None:
         """Assert the invariant."""
         places = [place(state) for state in self._states]
-        assert all(a < b for a, b in pairwise(places)), "the queue is sorted and holds nobody twice"
+        assert all(a < b for a, b in pairwise(places)), "the queue is sorted and has no request twice"
 
 
 def in_order_of_admission(states: Iterable[RequestState]) -> list[RequestState]:
-    """Rows as the queue would have them."""
+    """Requests in the order of the queue."""
     return sorted(states, key=place)
 
 
 def in_order_of_service(states: Iterable[RequestState]) -> list[RequestState]:
-    """Rows, those to be served first in front."""
+    """Requests, those to be served first at the front."""
     return sorted(states, key=lambda state: state.order)
 
 
 def victim(states: Iterable[RequestState]) -> RequestState:
-    """The state to preempt."""
+    """The request to preempt."""
     return max(states, key=lambda state: state.order)
-
-
-def parent_of(state: RequestState) -> RequestState:
-    """The state that a branch waits for."""
-    assert state.parent is not None, "a branch has a parent"
-    return state.parent[0]
-
-
-def num_needed_tokens(state: RequestState) -> int:
-    """Tokens that the parent of a branch must have computed."""
-    return min(state.num_tokens - 1, parent_of(state).num_prefill_tokens)
-
-
-def is_due(state: RequestState) -> bool:
-    """Whether a branch can start as soon as there is room and nothing of its parent is in flight."""
-    parent = parent_of(state)
-    return state.is_schedulable and parent.holding is not None and parent.num_planned_tokens >= num_needed_tokens(state)
-
-
-def is_lost(state: RequestState) -> bool:
-    """Whether a branch does better in the queue: its parent is gone, paused before it is far enough, or comes after it."""
-    assert state.parent is not None, "a branch has a parent"
-    parent, generation = state.parent
-    if parent.generation != generation:
-        return True
-    if parent.holding is None:
-        return not parent.is_schedulable or place(parent) > place(state)
-    return state.is_schedulable and not parent.is_schedulable and not is_due(state)

@@ -1,8 +1,9 @@
-"""What a caller is told of one token."""
+"""Output tokens of a request, and the records that callers get of them."""
 
 from __future__ import annotations
 
 from deepinfer.request import FinishReason, RequestOutput
+from deepinfer.scheduler.limits import Limits
 from deepinfer.scheduler.request_state import RequestState
 from deepinfer.step import Sampled
 
@@ -10,11 +11,13 @@ from deepinfer.step import Sampled
 def record(
     state: RequestState, sampled: Sampled | None, number: int, reason: FinishReason | None, max_num_batched_tokens: int
 ) -> RequestOutput:
-    """Record of the token ``number`` of ``sampled``, which is the last that ``state`` knows, or of an end without one.
+    """Record of the last token of ``state``, or of an end without a token.
 
     Args:
-        reason: why the request ends with it, or None.
-        max_num_batched_tokens: of the engine.
+        sampled: tokens of the step; None for an end without a token.
+        number: which of them is the last token of ``state``.
+        reason: why the request ends with this record, or None.
+        max_num_batched_tokens: token budget of the engine.
     """
     token_id = logprob = confidence = prompt_logprobs = None
     top_token_ids: tuple[int, ...] = ()
@@ -46,3 +49,20 @@ def record(
         accept_tok=num_accepted,
         confidence_score=confidence,
     )
+
+
+def take_tokens(state: RequestState, sampled: Sampled, limits: Limits) -> list[RequestOutput]:
+    """Append sampled tokens up to the first that ends the request; returns their records."""
+    params, outputs = state.request.params, []
+    for number, token_id in enumerate(sampled.token_ids):
+        state.token_ids[state.num_tokens] = token_id
+        state.num_tokens += 1
+        reason = None
+        if (token_id == limits.eos_token_id and not params.ignore_eos) or token_id in state.stop_token_ids:
+            reason = FinishReason.STOP
+        elif state.num_tokens == state.num_tokens_max:
+            reason = FinishReason.LENGTH
+        outputs.append(record(state, sampled, number, reason, limits.max_num_batched_tokens))
+        if reason is not None:
+            break
+    return outputs

@@ -15,7 +15,7 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.ops.sampling import signed
 from deepinfer.request import Request, SamplingParams
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
-from deepinfer.scheduler.scheduler import Limits
+from deepinfer.scheduler.limits import Limits
 from tests.model.tiny import CPU, model, weights
 
 PAGE_TOKENS = 16

@@ -7,7 +7,8 @@ from deepinfer.config import named_config
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import FinishReason, Request, SamplingParams
-from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.limits import Limits
+from deepinfer.scheduler.scheduler import Scheduler
 from tests.scheduler.memory import MemoryWorker
 
 CONFIG = named_config("full")

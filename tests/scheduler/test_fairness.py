@@ -104,14 +104,14 @@ class Watch:
 
     def step(self):
         world, scheduler = self.world, self.world.scheduler
-        waiting = [state for state in scheduler._requests.values() if state.holding is None and state.is_schedulable]
-        running = set(scheduler._running.values())
+        waiting = [state for state in scheduler._requests._all.values() if state.holding is None and state.is_schedulable]
+        running = set(scheduler._requests.running.values())
         busy = world.step()
-        new = set(scheduler._running.values()) - running
+        new = set(scheduler._requests.running.values()) - running
         for state in waiting:
-            if state.holding is None and state.request.request_id in scheduler._requests:
+            if state.holding is None and state.request.request_id in scheduler._requests._all:
                 self.overtaken[state.request.request_id] += sum(policy.place(each) > policy.place(state) for each in new)
-        for state in scheduler._requests.values():
+        for state in scheduler._requests._all.values():
             name, place = state.request.request_id, (state.num_tokens, state.num_computed_tokens)
             key = (name, place)
             self.stuck = Counter({each: count for each, count in self.stuck.items() if each[0] != name or each == key})

@@ -130,7 +130,7 @@ def test_prompt_preempted_before_its_first_token_has_each_of_its_logprobs_once(n
     while not world.outputs["answer"]:
         world.step()
     world.add("long", words(45, first=20), 2, prompt_logprobs=True, ignore_eos=True)
-    row, num_planned, num_known = world.scheduler._requests["long"], 0, 1
+    row, num_planned, num_known = world.scheduler._requests._all["long"], 0, 1
     while not row.is_resumed:
         assert "long" in world.alive, "it lost its memory too late"
         num_planned, num_known = row.num_planned_tokens, len(row.prompt_logprobs)

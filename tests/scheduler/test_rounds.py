@@ -350,9 +350,9 @@ def until_preempted(world, name):
     """Step until a request loses its memory; whether a round of it was in flight then."""
     for _ in range(60):
         has_round = any(each.request_id == name for plan, _ in world.in_flight for each in plan.rounds)
-        was_running = world.scheduler._requests[name].holding is not None
+        was_running = world.scheduler._requests._all[name].holding is not None
         plan = world.scheduler.plan()
-        if was_running and world.scheduler._requests[name].holding is None:
+        if was_running and world.scheduler._requests._all[name].holding is None:
             if plan is not None:
                 world.in_flight.append((plan, world.worker.run(plan)))
             return has_round
@@ -538,11 +538,11 @@ def test_confidences_of_a_dead_request_do_not_go_to_the_next_one_in_its_slot():
     world, budget = recorded(is_async=True, max_num_seqs=1, num_slots=2, save_states=False)
     decode(world, "dead", prompt=3)
     run_ahead(world)
-    slot = world.scheduler._requests["dead"].slot
+    slot = world.scheduler._requests._all["dead"].slot
     world.abort("dead")
     world.add("heir", words(3, first=50), 9, ignore_eos=True)
     run_ahead(world)
-    assert world.scheduler._requests["heir"].slot == slot
+    assert world.scheduler._requests._all["heir"].slot == slot
     assert budget.resets == [slot, slot]
     budget.updates.clear()
     plan, result = world.in_flight[0]

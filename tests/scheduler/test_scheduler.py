@@ -5,7 +5,8 @@ import pytest
 
 from deepinfer.errors import ContextTooLong, RequestError
 from deepinfer.request import FinishReason, Request, SamplingParams
-from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.limits import Limits
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.step import Sampled, StepResult
 from tests.scheduler.world import (
     EOS,
@@ -225,7 +226,7 @@ def test_page_with_an_unconfirmed_token_cannot_be_found():
         run_ahead(world)
         if len(world.in_flight) == 2:
             world.commit()
-    num_computed = world.scheduler._requests["a"].num_computed_tokens
+    num_computed = world.scheduler._requests._all["a"].num_computed_tokens
     world.abort("a")
     assert world.kv.num_cached_pages == num_computed // PAGE
 
@@ -326,7 +327,7 @@ def test_branch_that_just_started_is_not_preempted_in_the_same_plan():
     world.add("child", world.told("parent"), 2, ignore_eos=True, parent="parent", priority=-1)
     plan = plan_of(world)
     assert "child" in {chunk.request_id for chunk in plan.chunks}
-    assert world.scheduler._requests["child"].holding is not None
+    assert world.scheduler._requests._all["child"].holding is not None
     assert world.scheduler.stats().num_preempted == 1
     world.drain()
 
@@ -360,7 +361,7 @@ def test_state_with_another_decoder_floor_does_not_resume_a_preempted_request():
         plan_of(world)
     world.add("c", words(3), 20, ignore_eos=True)
     until_preempted(world)
-    row = world.scheduler._requests["a"]
+    row = world.scheduler._requests._all["a"]
     assert row.holding is None
     for floor, expected in ((row.decoder_floor, 0), (30 - keep, 28)):
         assert world.kv.plan_hit(row.chain, row.num_tokens, exact=True, decoder_floor=floor).start == expected
@@ -545,7 +546,7 @@ def test_fork_into_a_replay_is_admitted_like_any_other():
     world.drain()
     world.add("parent", words(40), 9, ignore_eos=True)
     hit = (40 - MARGIN) // PAGE * PAGE
-    while world.scheduler._requests["parent"].num_computed_tokens < hit - 1:
+    while world.scheduler._requests._all["parent"].num_computed_tokens < hit - 1:
         plan_of(world)
     world.add("child", words(hit - 1), 3, ignore_eos=True, parent="parent")
     for _ in range(3):

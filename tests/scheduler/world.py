@@ -7,7 +7,8 @@ from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.request import FinishReason, Request, SamplingParams
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
-from deepinfer.scheduler.scheduler import Limits, Scheduler
+from deepinfer.scheduler.limits import Limits
+from deepinfer.scheduler.scheduler import Scheduler
 from tests.scheduler.memory import MemoryWorker
 
 EOS, IMAGE, WORD = 1, 254, 5
@@ -125,14 +126,14 @@ class World:
 
     def commit(self):
         plan, result = self.in_flight.pop(0)
-        alive = self.scheduler._requests
+        alive = self.scheduler._requests._all
         expected = {name for name in result.sampled if name in alive and alive[name].num_in_flight}
         savings = [row.saving for each in plan.rounds if (row := alive.get(each.request_id)) and row.saving and row.num_in_flight]
         outputs = self.scheduler.commit(plan, result)
         self._take(outputs)
         assert {each.request_id for each in outputs if each.token_id is not None} <= expected
         self.num_saved += sum(saving.is_done for saving in savings)
-        kept = {id(row.saving) for row in self.scheduler._running.values()}
+        kept = {id(row.saving) for row in self.scheduler._requests.running.values()}
         self.num_unsaved += sum(not saving.is_done and id(saving) not in kept for saving in savings)
         ahead = {each.request_id for plan, _ in self.in_flight for each in plan.rounds}
         for name in {each.request_id for each in outputs if each.finished} & ahead & expected:
@@ -198,7 +199,7 @@ class World:
             self.num_restarted_prompts += num_outputs == 0
         if last is not None:
             assert chunk.decoder_floor == last[1], "the decoder floor is the same for life"
-        self.num_branched += any(chunk.restore_from == each.slot for each in self.scheduler._running.values())
+        self.num_branched += any(chunk.restore_from == each.slot for each in self.scheduler._requests.running.values())
         if last is None or last[0] != chunk.start:
             assert (chunk.lookback_ids is None) == (chunk.start == 0)
             needs_history = self.requests[name].params.needs_history
