@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer.errors import StepFailed
 from deepinfer.executor.speculate import Decided
+from deepinfer.kv.cache import CacheContent
 from deepinfer.request import SamplingParams
 from deepinfer.step import Sampled, StepResult
 
@@ -56,6 +57,24 @@ class Stopwatch:
             return self._seconds * 1e3
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedOut:
+    """Pages and slots on their way to the host.
+
+    Attributes:
+        content: on the host; complete after ``stopwatch``.
+        stopwatch: of the copy.
+    """
+
+    content: CacheContent
+    stopwatch: Stopwatch
+
+    def result(self) -> CacheContent:
+        """Wait for the copy."""
+        self.stopwatch.wait_ms()
+        return self.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

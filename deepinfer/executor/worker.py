@@ -1,4 +1,4 @@
-"""One rank: device, model, caches.  Launches plans; knows nothing of queues."""
+"""One rank: device, model, caches.  Runs plans."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig
 from deepinfer.executor.graphs import Buckets, Graphs, PaddedStep
 from deepinfer.executor.pictures import Features, Gallery
-from deepinfer.executor.results import Launched, Stopwatch, on_host, to_host
+from deepinfer.executor.results import CopiedOut, Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.rules import TokenRules, rules_bytes
 from deepinfer.executor.slots import SlotTable
 from deepinfer.executor.speculate import Context, Speculator, finite_logprobs
 from deepinfer.executor.team import Team
 from deepinfer.images import Picture
-from deepinfer.kv.cache import KVCache
+from deepinfer.kv.cache import CacheContent, KVCache
 from deepinfer.kv.layout import KVLayout
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
@@ -68,7 +69,7 @@ def workspace_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unfinished:
-    """What the worker remembers of an unfinished request."""
+    """An unfinished request as the worker knows it."""
 
     params: SamplingParams
     num_tokens_max: int
@@ -77,7 +78,7 @@ class _Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forward:
-    """What the forward pass of a step leaves behind: rows of its rounds, hidden rows for the LM head, context for the drafter."""
+    """Results of a forward pass: rows of the rounds, hidden rows for the LM head, context rows for the drafter."""
 
     rounds: RoundRows | None
     hidden: Tensor
@@ -87,13 +88,13 @@ class _Forward:
 class Worker:
     """Owns the tensors of one rank.
 
-    Invariant: between steps, what a slot or page holds belongs to the request that the planner gave it to.
+    Invariant: between steps, the content of a slot or page belongs to the request that the planner gave it to.
 
     Attributes:
         layout: of the caches.
         num_pages, num_slots: of the caches, including page 0 and slot 0.
         team: threads of a step on a CPU.
-        banned_token_ids: tokens that no answer has, unless it is forced to.
+        banned_token_ids: tokens that no answer has unless a request forces them.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class Worker:
 
         Args:
             max_model_len: prompt plus output tokens of one request.
-            drafter, num_drafts: makes so many drafts a round; None and 0 decode token by token.
+            drafter, num_drafts: makes ``num_drafts`` drafts a round; None and 0 decode token by token.
             draft_mode: how drafts are chosen and verified.
             banned_token_ids: never sampled.
-            replay_mode: how rows in front of a decoder floor are kept out of the decoder half.
+            replay_mode: how rows before a decoder floor are kept out of the decoder half.
             guard_syncs: whether a launch that waits for a GPU is an error.
-            buckets: sizes that steps of rounds are rounded up to; None leaves them as they are and captures nothing.
+            buckets: sizes that steps of rounds are rounded up to; None rounds nothing and captures nothing.
             capture_forward, capture_draft: whether a GPU replays graphs of the forward pass, and of drafting.
             num_threads: threads that a step on a CPU may compute with.
         """
@@ -141,7 +142,7 @@ class Worker:
         self.replay_mode: ReplayMode = replay_mode
         self._guard_syncs = guard_syncs and model.device.type == "cuda"
         if self._guard_syncs:
-            with warnings.catch_warnings():  # torch says once that this mode is young; nobody can act on it
+            with warnings.catch_warnings():  # torch warns once that this mode is new; a user cannot act on that
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
                 torch.cuda.set_sync_debug_mode("default")
@@ -178,8 +179,8 @@ class Worker:
 
         Args:
             num_prompt: tokens of its prompt.
-            pictures: in the order of their spans in the prompt; encoded when a chunk first shows them, and once for all requests
-                that are handed the same objects.
+            pictures: in the order of their spans in the prompt.  A picture is encoded when a chunk first contains it, and once
+                for all requests that are given the same object.
         """
         features = None
         if pictures:
@@ -196,6 +197,25 @@ class Worker:
             self._gallery.give_back(features)
         self._rules.remove(request_id)
         self._owners = {slot: owner for slot, owner in self._owners.items() if owner != request_id}
+
+    @torch.inference_mode()
+    def copy_out(self, page_ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> CopiedOut:
+        """Start a copy of pages and slots to the host, as the steps launched before leave them."""
+        stopwatch = Stopwatch(self.model.device)
+        content = self._cache.read(self._ids(page_ids), self._ids(slots))
+        content = CacheContent(pages=to_host(content.pages), states=to_host(content.states))
+        stopwatch.stop()
+        return CopiedOut(content=content, stopwatch=stopwatch)
+
+    @torch.inference_mode()
+    def copy_in(self, content: CacheContent, page_ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+        """Start a copy from the host into pages and slots, which the steps launched later see."""
+        device = self.model.device
+        there = CacheContent(pages=to_device(content.pages, device), states=to_device(content.states, device))
+        self._cache.write(there, self._ids(page_ids), self._ids(slots))
+
+    def _ids(self, ids: npt.NDArray[np.int32]) -> Tensor:
+        return to_device(torch.from_numpy(ids.astype(np.int64)), self.model.device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -236,9 +256,9 @@ class Worker:
         return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(step.plan))
 
     def _decide(self, step: PaddedStep, ran: _Forward, stopwatch: Stopwatch) -> Launched:
-        """Choose tokens, draft after them, save states, and start the copies of what the host wants to know.
+        """Choose tokens, make drafts, save states, and start the copies of the results to the host.
 
-        What the host finds out while the forward pass runs may be used here.
+        Values that the host computes while the forward pass runs may be used here.
         """
         plan, names = step.plan, step.sampling_ids
         prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
@@ -265,7 +285,7 @@ class Worker:
         return launched
 
     def _take_chunks(self, plan: StepPlan) -> dict[str, Tensor]:
-        """Give slots to the requests that begin in them; features of the image positions that chunks show, by request."""
+        """Initialise slots of new requests.  Returns request id -> image features of its chunk."""
         features = {}
         for chunk in plan.chunks:
             if chunk.request_id == PLACEHOLDER:
@@ -288,16 +308,16 @@ class Worker:
         return features
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Log-probabilities of the prompts' tokens that were asked for, and the rows of ``hidden`` that are left."""
+        """Log-probabilities of prompt tokens that requests asked for, and the remaining rows of ``hidden``."""
         if not any(chunk.num_targets for chunk in plan.chunks):
             return {}, hidden
         found, left, first = {}, [], 0
         for chunk in plan.chunks:
-            behind = first + chunk.num_targets
+            after = first + chunk.num_targets
             if chunk.target_ids is not None and chunk.num_targets:
                 ids = to_device(torch.from_numpy(chunk.target_ids.astype(np.int64)), hidden.device)
-                parts = zip(hidden[first:behind].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True)
+                parts = zip(hidden[first:after].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True)
                 found[chunk.request_id] = torch.cat([finite_logprobs(self.model.logits(rows), wanted) for rows, wanted in parts])
             first += chunk.num_logits
-            left.append(hidden[behind:first])
+            left.append(hidden[after:first])
         return found, torch.cat([*left, hidden[first:]])

@@ -1,8 +1,9 @@
-"""Device tensors behind pages and slots: two byte buffers and typed views into them."""
+"""Device tensors of pages and slots: two byte buffers and typed views into them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +12,23 @@ from deepinfer.kv.layout import KVLayout
 from deepinfer.ops.attention import IndexStore
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheContent:
+    """Bytes of some pages and slots, outside the cache.
+
+    Attributes:
+        pages: [num_pages, page_bytes] uint8.
+        states: [num_slots, slot_bytes] uint8.
+    """
+
+    pages: Tensor
+    states: Tensor
+
+
 class KVCache:
     """All KV memory of one rank.
 
-    Buffers start as zeros, so that a read of memory nobody wrote is finite; what was written stays until overwritten.
+    Buffers start as zeros, so that a read before the first write gives finite numbers.
 
     Attributes:
         layout: byte addresses.
@@ -48,6 +62,16 @@ class KVCache:
         """Copy whole slots that only the device knows: [n] int64 each; a target may be named twice only if it is slot 0."""
         rows = self._rows(self._states, self.layout.slot_bytes)
         rows[targets] = rows[sources]
+
+    def read(self, page_ids: Tensor, slots: Tensor) -> CacheContent:
+        """Gather whole pages and slots into new tensors on the device; [n] and [m] int64 on the device."""
+        pages = self._rows(self._pages, self.layout.page_bytes)[page_ids]
+        return CacheContent(pages=pages, states=self._rows(self._states, self.layout.slot_bytes)[slots])
+
+    def write(self, content: CacheContent, page_ids: Tensor, slots: Tensor) -> None:
+        """Overwrite whole pages and slots, all different, with ``content`` on the device; [n] and [m] int64 on the device."""
+        self._rows(self._pages, self.layout.page_bytes).index_copy_(0, page_ids, content.pages)
+        self._rows(self._states, self.layout.slot_bytes).index_copy_(0, slots, content.states)
 
     @staticmethod
     def _rows(buffer: Tensor, row_bytes: int) -> Tensor:

@@ -50,7 +50,7 @@ def tokens(llm, prompts, params, **given):
 def assert_nothing_is_left(core):
     core.scheduler.check()
     assert core.scheduler.is_idle
-    assert not core.executor.call(lambda: core.executor.worker._known)
+    assert not core.executor.call(lambda: core.executor.worker._unfinished)
 
 
 def assert_is_a_sentence(error):

@@ -42,7 +42,7 @@ def assert_everything_returned(llm):
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_held_pages, stats.num_held_slots) == (0, 0, 0, 0)
     executor = llm._core.executor
-    assert not executor.call(lambda: executor.worker._known)
+    assert not executor.call(lambda: executor.worker._unfinished)
     assert not llm._boxes
 
 

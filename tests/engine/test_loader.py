@@ -122,7 +122,7 @@ def test_a_worker_is_timed_and_left_as_it_was(seed):
     curve = core.executor.call(lambda: time_steps(worker, num_drafts=3, max_rows=14, context=50, num_runs=1))
     assert curve.sizes.tolist() == [8, 14]
     assert (curve.profile_ms > 0).all()
-    assert core.executor.call(lambda: not worker._known)
+    assert core.executor.call(lambda: not worker._unfinished)
     rng = np.random.default_rng(seed)
     work = [request(f"r{number}", tokens(rng, 20), params(rng, 5)) for number in range(3)]
     assert drain(core, work) == fresh(work), "what the clock left in slots and pages is looked at by nobody"

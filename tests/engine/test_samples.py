@@ -45,7 +45,7 @@ def assert_nothing_is_left(core):
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_held_pages, stats.num_held_slots) == (0, 0, 0, 0)
     assert core.num_unfinished == 0
-    assert not core.executor.call(lambda: core.executor.worker._known)
+    assert not core.executor.call(lambda: core.executor.worker._unfinished)
     assert not core._samples.groups()
 
 
