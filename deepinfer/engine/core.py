@@ -21,14 +21,14 @@ from deepinfer.step import StepPlan, StepResult
 class EngineCore:
     """One scheduler and one executor.
 
-    Invariant: a request is known to both or to neither; at most one step is in flight between two calls.  Both know a request
-    that wants several answers as that many requests; callers know it by its own id.
+    Invariant: both know a request, or neither does.  At most one step is in flight between two calls.  A request with several
+    answers is several requests for the scheduler and the executor; callers know it by its own id.
 
     Attributes:
         scheduler: owner of requests, pages and slots.
         executor: runs the steps.
-        is_async: whether step N+1 is planned while step N runs; otherwise every step is waited for.
-        last_step: the step that was committed last, for whoever measures.
+        is_async: whether step N+1 is planned while step N runs; False waits for every step.
+        last_step: the step that was committed last, for measurements.
     """
 
     def __init__(
@@ -55,27 +55,27 @@ class EngineCore:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended; one with several answers counts once."""
+        """Requests that have not ended; a request with several answers counts once."""
         is_unfinished = self.scheduler.is_unfinished
         answers = [sum(is_unfinished(part) for part in parts) for parts in self._samples.groups()]
         return self.scheduler.num_unfinished - sum(max(0, count - 1) for count in answers)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether such a request is known and has an answer that has not ended."""
+        """Whether a request with this id has an answer that has not ended."""
         return request_id in self._samples or (SEPARATOR not in request_id and self.scheduler.is_unfinished(request_id))
 
     def add(self, request: Request, pictures: Sequence[Picture] = ()) -> None:
-        """Take a request in; raises :class:`RequestError` for one that can never be served."""
+        """Take a request in; raises :class:`RequestError` if it can never be served."""
         self._enter(request, pictures, None)
 
     def fork(self, request_id: str, request: Request, pictures: Sequence[Picture] = ()) -> None:
-        """Branch a running request: ``request`` goes on from its tokens, sharing their memory."""
+        """Branch a running request: ``request`` continues its tokens and shares their memory."""
         self._enter(request, pictures, self._samples.parts(request_id)[0])
 
     def _enter(self, request: Request, pictures: Sequence[Picture], parent: str | None) -> None:
-        """Take in all answers of a request, or none; those behind the first branch from it unless all branch from ``parent``.
+        """Take in all answers of a request, or none.  With ``parent`` all of them branch from it; else from the first answer.
 
-        This is below all doors: a request without a seed gets its own here, and parameters meet the engine that must keep them.
+        All doors end here.  A request without a seed gets one, and its parameters are checked against this engine.
         """
         worker = self.executor.worker
         check_params(request.params, worker.config, banned=worker.banned_token_ids)
@@ -114,7 +114,7 @@ class EngineCore:
         self._samples.enter(request, parts)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[int, int]:
-        """Drop requests with all their answers; returns how many were there, and how many tokens their answers had."""
+        """Drop requests with all their answers; returns how many there were, and how many tokens their answers had."""
         present = [request_id for request_id in dict.fromkeys(request_ids) if self.is_unfinished(request_id)]
         parts = [part for request_id in present for part in self._samples.parts(request_id) if self.scheduler.is_unfinished(part)]
         _, num_tokens = self.scheduler.abort(parts)
@@ -127,7 +127,7 @@ class EngineCore:
         """One turn: plan and launch the next step, then commit the one before it.
 
         Returns:
-            Tokens of the committed step; nothing on the first turn and when idle.
+            Tokens of the committed step; none on the first turn and when idle.
 
         Raises:
             StepFailed: a step broke; the engine cannot go on.
@@ -140,16 +140,16 @@ class EngineCore:
         return self._commit(before)
 
     def flush(self) -> list[RequestOutput]:
-        """Commit what is in flight without launching more."""
+        """Commit the step in flight and launch none."""
         before, self._in_flight = self._in_flight, None
         return self._commit(before)
 
     def stats(self) -> SchedulerStats:
-        """What the scheduler counts."""
+        """Levels and counters of the scheduler."""
         return self.scheduler.stats()
 
     def close(self) -> None:
-        """Wait for what is in flight and end the executor's thread."""
+        """Wait for the step in flight and end the executor's thread."""
         self.executor.close()
 
     def _commit(self, step: tuple[StepPlan, Pending] | None) -> list[RequestOutput]:

@@ -13,26 +13,26 @@ from typing import Any
 
 from deepinfer.config import EngineArgs
 from deepinfer.engine.core import EngineCore
-from deepinfer.engine.driver import Driver
-from deepinfer.engine.loader import load
-from deepinfer.engine.prompt import MultiModalData, Prompt, PromptReader, params_for_each
+from deepinfer.engine.llm_engine import LLMEngine
+from deepinfer.engine.prompt import MultiModalData, Prompt, params_for_each
 from deepinfer.model.progress import progress_bar
 from deepinfer.request import FinishReason, Request, RequestOutput, SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process: :class:`LLMEngine` with texts, and calls that wait for their own answers.
 
     Example::
 
         llm = LLM("nano")
         print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=32))[0])
 
-    Any number of threads may share it.  Ctrl-C, or an exception of a signal handler, ends the call that it interrupts and its
-    requests, nothing else.  A forked child cannot use it.
+    Any number of threads may share it.  Ctrl-C, or an exception of a signal handler, ends the interrupted call and its requests,
+    nothing else.  A forked child cannot use it.
 
-    Invariant: ``_boxes`` names exactly the requests of calls that have not ended; only the calls themselves keep its values.
+    Invariant: ``_boxes`` has exactly the requests of calls that have not ended.  Only the calls hold strong references to its
+    values.
     """
 
     def __init__(
@@ -74,23 +74,20 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             **settings,
         )
-        loaded = load(args, progress=progress)
+        self._engine = LLMEngine.from_engine_args(args, progress=progress)
         self.args = args
-        self.config = loaded.config
+        self.config = self._engine.config
         self.decode_sequence = decode_sequence
-        self._tokenizer = loaded.tokenizer
-        self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
-        self._driver = Driver(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
         self._boxes: weakref.WeakValueDictionary[str, _Inbox] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self._engine.tokenizer
 
     def close(self) -> None:
         """Wait for the step in flight and give the model's memory back; the object cannot be used afterwards."""
-        self._driver.close()
+        self._engine.close()
 
     def generate(
         self,
@@ -104,9 +101,9 @@ class LLM:
 
         Args:
             prompts: one text or a list.
-            sampling_params: one for all, or one per prompt.  Without a seed every prompt draws its own, also where they share one
-                object; with one, the same prompt gives the same text.
-            prompt_token_ids: ids instead of texts (they win where both are given); equal lengths if both.  Lists or arrays.
+            sampling_params: one for all, or one per prompt.  Without a seed every prompt draws its own, also if prompts share one
+                object.  With a seed the same prompt gives the same text.
+            prompt_token_ids: ids instead of texts, as lists or arrays.  If both are given, equally many; ids are used.
             use_tqdm: show progress.
             multi_modal_data: per prompt ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes``, the (width,
                 height) that each picture must have.
@@ -133,8 +130,8 @@ class LLM:
         multi_modal_data: Sequence[MultiModalData | None] | MultiModalData | None = None,
     ) -> list[list[RequestOutput]]:
         """:meth:`generate`, always with the records of each text's tokens."""
-        self._driver.check()
-        ready = self._reader.prompts(prompts, prompt_token_ids, multi_modal_data)
+        self._engine.driver.check()
+        ready = self._engine.reader.prompts(prompts, prompt_token_ids, multi_modal_data)
         params = params_for_each(sampling_params, len(ready))
         answers: list[list[list[RequestOutput]]] = [[] for _ in ready]
         with (
@@ -149,16 +146,16 @@ class LLM:
     def completions(
         self, prompt_token_ids: Sequence[Iterable[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, list[list[RequestOutput]]], None, None]:
-        """Complete every prompt and hand each out as soon as it is complete; closing the iterator ends the others.
+        """Complete every prompt and yield each as soon as it is complete.  Closing the iterator ends the other prompts.
 
         Yields:
-            The prompt's number from 0, and the records of its ``n`` answers; in the order in which prompts are completed.
+            The prompt's number from 0 and the records of its ``n`` answers, in the order of completion.
 
         Raises:
             RequestError: a prompt or a parameter is not usable; nothing was generated.
         """
-        self._driver.check()
-        ready = self._reader.prompts(None, prompt_token_ids, None)
+        self._engine.driver.check()
+        ready = self._engine.reader.prompts(None, prompt_token_ids, None)
         return self._complete(ready, params_for_each(sampling_params, len(ready)))
 
     def _complete(
@@ -171,7 +168,7 @@ class LLM:
         try:
             self._take_in(inbox, requests, prompts)
             while num_given < len(requests):
-                self._driver.run(self._turn_unless, partial(inbox.has_ended_more_than, num_given))
+                self._engine.driver.run(self._turn_unless, partial(inbox.has_ended_more_than, num_given))
                 for request_id in inbox.ended[num_given:]:
                     num_given += 1
                     number = numbers[request_id]
@@ -180,18 +177,18 @@ class LLM:
             self._end(requests)
 
     def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, token by token; closing the iterator ends the request.  ``n`` answers come mixed.
+        """Complete one prompt, token by token.  Closing the iterator ends the request.  Records of ``n`` answers are interleaved.
 
-        Several streams may be open, and :meth:`generate` may run meanwhile: each gets its own records.  Errors are those of
-        :meth:`generate`; the iterator raises them too.
+        Several streams may be open, and :meth:`generate` may run at the same time: each gets its own records.  Errors are those
+        of :meth:`generate`; the iterator raises them too.
         """
-        self._driver.check()
+        self._engine.driver.check()
         (params,) = params_for_each(sampling_params, 1)
         return self._stream(prompt, params)
 
     def _stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
-        self._driver.check()
-        ready = self._reader.of_text(prompt)
+        self._engine.driver.check()
+        ready = self._engine.reader.of_text(prompt)
         request = self._request(ready, params)
         inbox = _Inbox([request])
         box = inbox.records[request.request_id]
@@ -199,9 +196,9 @@ class LLM:
         try:
             self._take_in(inbox, [request], [ready])
             while num_open:
-                self._driver.check()
+                self._engine.driver.check()
                 if not box:
-                    self._driver.run(self._turn_unless, lambda: bool(box))
+                    self._engine.driver.run(self._turn_unless, lambda: bool(box))
                     continue
                 output = box.popleft()
                 num_open -= output.finished
@@ -210,22 +207,22 @@ class LLM:
             self._end([request])
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids that :meth:`generate` makes of a text; raises :class:`ContextTooLong` where they are too many."""
-        return self._reader.text_ids(text)
+        """Ids that :meth:`generate` makes of a text; raises :class:`ContextTooLong` if there are too many."""
+        return self._engine.reader.text_ids(text)
 
     def text(self, records: Iterable[RequestOutput]) -> str:
         """The text of a request's records, without the token that ended it."""
-        return self._tokenizer.decode([token_id for each in records if (token_id := self.text_token(each)) is not None])
+        return self._engine.tokenizer.decode([token_id for each in records if (token_id := self.text_token(each)) is not None])
 
     def text_token(self, record: RequestOutput) -> int | None:
-        """The token of a record that belongs to the text: neither the end token nor the stop token that ended the answer."""
+        """The record's token if it belongs to the text; None for the end token or the stop token that ended the answer."""
         is_end = record.finish_reason == FinishReason.STOP or record.token_id == self.config.eos_token_id
         return None if is_end else record.token_id
 
     @property
     def _core(self) -> EngineCore:
-        """For tests, which look behind the door while nothing runs."""
-        return self._driver.core
+        """For tests, which look inside while nothing runs."""
+        return self._engine.driver.core
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         return Request(
@@ -236,44 +233,44 @@ class LLM:
         )
 
     def _take_in(self, inbox: _Inbox, requests: Sequence[Request], prompts: Sequence[Prompt]) -> None:
-        """Add requests, whose records go to ``inbox``; if it raises, any of them may have been added."""
+        """Add requests, whose records go to ``inbox``.  If it raises, some of them may have been added."""
         now = time.monotonic()
         self._boxes.update({each.request_id: inbox for each in requests})
 
         def add() -> None:
             for request, prompt in zip(requests, prompts, strict=True):
-                self._driver.add(request, prompt.pictures, now)
+                self._engine.driver.add(request, prompt.pictures, now)
 
-        self._driver.run(add)
+        self._engine.driver.run(add)
 
     def _turn_unless(self, has_news: Callable[[], bool]) -> None:
-        """A job: one turn of the engine, whose records go to their inboxes.  Not if turns of others brought news meanwhile."""
+        """A job: one turn of the engine, whose records go to their inboxes.  No turn if another call's turn brought news."""
         if has_news():
             return
         orphans = []
-        for output in self._driver.turn():
+        for output in self._engine.step():
             inbox = self._boxes.get(output.request_id)
             if inbox is not None:
                 inbox.put(output)
             else:
-                orphans.append(output.request_id)  # its call was interrupted twice, before it could end it
+                orphans.append(output.request_id)  # its call was interrupted twice and could not end it
         if orphans:
-            self._driver.drop(orphans)
+            self._engine.driver.drop(orphans)
 
     def _end(self, requests: Iterable[Request]) -> None:
         """Forget requests, ended or not, added or not."""
         ids = [each.request_id for each in requests]
-        self._driver.drop(ids)
+        self._engine.driver.drop(ids)
         for request_id in ids:
             self._boxes.pop(request_id, None)
 
 
 class _Inbox:
-    """What one call waits for.
+    """Records for one call.
 
     Attributes:
-        records: of each request, those that nobody has taken yet.
-        ended: requests all of whose answers have ended, in the order of their ends.
+        records: request id -> records that the call has not taken yet.
+        ended: requests whose answers have all ended, in the order of their ends.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -285,7 +282,7 @@ class _Inbox:
             self._num_open[each.request_id] = each.params.n
 
     def has_ended_more_than(self, num_requests: int) -> bool:
-        """Whether more requests than so many have ended."""
+        """Whether more than ``num_requests`` requests have ended."""
         return len(self.ended) > num_requests
 
     def put(self, output: RequestOutput) -> None:

@@ -1,6 +1,7 @@
-"""The engine in this process, turned by its caller: add requests, step, read what came.
+"""The engine in this process, turned by its caller: add requests, step, read the records.
 
-For those who bring their own loop; :class:`deepinfer.LLM` is simpler and :class:`AsyncEngineClient` serves many callers.
+It is for programs with a loop of their own.  :class:`deepinfer.LLM` stands on it and is simpler.  :class:`AsyncEngineClient`
+serves many callers.
 """
 
 from __future__ import annotations
@@ -37,19 +38,26 @@ class LLMEngine:
                 print(output.request_id, output.token_id)
         engine.close()
 
-    Any number of threads may share it; each record goes to one of those who step.  Ctrl-C, or an exception of a signal handler,
-    interrupts a wait and nothing else: the records that it would have brought come with the next step.  A forked child cannot
+    Any number of threads may share it.  Each record goes to one of the threads that step.  Ctrl-C, or an exception of a signal
+    handler, interrupts a wait and nothing else: the next step returns the records of the interrupted one.  A forked child cannot
     use it.
+
+    Attributes:
+        args: the settings.
+        config: the model's shape.
+        tokenizer: of the model.
+        reader: makes prompts of texts, ids and images.
+        driver: turns the core.
     """
 
     def __init__(self, args: EngineArgs, loaded: Loaded) -> None:
         """Serve ``loaded``; see :meth:`from_engine_args`."""
         self.args = args
         self.config = loaded.config
-        self._tokenizer = loaded.tokenizer
-        self._reader = PromptReader(args, loaded.config, loaded.tokenizer)
-        self._driver = Driver(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
-        self._untaken: list[RequestOutput] = []  # records that no caller has yet
+        self.tokenizer = loaded.tokenizer
+        self.reader = PromptReader(args, loaded.config, loaded.tokenizer)
+        self.driver = Driver(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
+        self._untaken: list[RequestOutput] = []  # records that were not returned yet
         self._lock = threading.Lock()  # of the line above, for as long as it takes to exchange the list
 
     @classmethod
@@ -63,7 +71,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self.tokenizer
 
     def add_request(
         self,
@@ -80,19 +88,19 @@ class LLMEngine:
         """Queue a request.
 
         Args:
-            user_id: whose it is, for the log; all users are equal.
+            user_id: the user, for the log; all users are equal.
             request_id: unique among unfinished requests.
             sampling_params: how to sample; without a seed the request draws its own.
             prompt_token_ids: one image placeholder an image; a list or an array.
             multi_modal_data: ``{"image_bytes": [file contents…]}``, optionally with ``image_sizes``, the (width, height) that
                 each picture must have.
-            arrival_time: when it came, in seconds since the epoch; now if not given.
+            arrival_time: time of arrival in seconds since the epoch; default now.
             extra: must be empty.
             enqueue: must be True.
             chunk_checkpoints: positions, multiples of a page, at which a chunk of the prompt ends so that its state can be kept.
 
         Returns:
-            Whether the request was taken: one with a token id outside the vocabulary is dropped, with a warning in the log.
+            Whether the request was taken in.  A request with a token id outside the vocabulary is dropped with a warning.
 
         Raises:
             RequestError: the request cannot be served; nothing was taken in.
@@ -100,9 +108,9 @@ class LLMEngine:
             ConfigError: the engine was closed, or this is a forked child of the process that made it.
             StepFailed: a step broke earlier; make a new engine.
 
-        Where an exception interrupts the wait, the request may have been taken; :meth:`abort_request` is right either way.
+        If an exception interrupts the wait, the request may have been taken in; :meth:`abort_request` is right in both cases.
         """
-        self._driver.check()
+        self.driver.check()
         now, arrived_s = time.time(), time.monotonic()
         try:
             if not isinstance(user_id, int | str):
@@ -116,7 +124,7 @@ class LLMEngine:
                 most = sys.float_info.max
                 arrival_time = as_number("arrival_time", arrival_time, 0, most, "seconds since the epoch, or leave it out")
                 arrived_s -= max(0.0, now - arrival_time)
-            ids = self._reader.unchecked_ids(prompt_token_ids)
+            ids = self.reader.unchecked_ids(prompt_token_ids)
             outside = next((each for each in ids if not 0 <= each < self.config.vocab_size), None)
             if outside is not None:
                 logger.warning(
@@ -127,7 +135,7 @@ class LLMEngine:
                     self.config.vocab_size,
                 )
                 return False
-            prompt = self._reader.of_ids(ids, multi_modal_data)
+            prompt = self.reader.of_ids(ids, multi_modal_data)
             checkpoints = () if chunk_checkpoints is None else chunk_checkpoints
             request = Request(
                 request_id=request_id,
@@ -136,76 +144,76 @@ class LLMEngine:
                 image_hashes=prompt.image_hashes,
                 checkpoints=tuple(as_whole_numbers("chunk_checkpoints", checkpoints, things="positions", low=None)),
             )
-            self._driver.add(request, prompt.pictures, arrived_s)
+            self.driver.add(request, prompt.pictures, arrived_s)
         except RequestError as error:
-            self._driver.refused(error)
+            self.driver.refused(error)
             raise
         return True
 
     def abort_request(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
-        """Drop requests; unknown ones are passed over, and no record of the others comes any more.
+        """Drop requests and ignore unknown ids.  No more records of these requests come.
 
         Returns:
-            How many were there, and how many tokens they had, those of all answers together.
+            How many requests there were, and how many tokens they had, all answers together.
 
         Raises:
-            RequestError: it is neither an id nor several.
+            RequestError: ``request_ids`` is neither an id nor several ids.
         """
-        return self._driver.run(self._abort, as_names("request_ids", request_ids))
+        return self.driver.run(self._abort, as_names("request_ids", request_ids))
 
     def step(self) -> list[RequestOutput]:
         """Turn the loop once; returns the tokens of the step before, none on the first turn.
 
-        A request with ``n`` answers has ended when each of them had a finished record; ``sample_idx`` tells them apart.
+        A request with ``n`` answers has ended when each answer had a finished record; ``sample_idx`` tells the answers apart.
 
         Raises:
             StepFailed: a step broke, now or earlier; the engine cannot go on.
         """
-        return self._outputs(self._driver.turn)
+        return self._outputs(self.driver.turn)
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Wait for the step in flight and return its tokens; nothing new is started."""
-        return self._outputs(self._driver.flush)
+        return self._outputs(self.driver.flush)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
-        return self._driver.run(lambda: bool(self._untaken) or not self._driver.core.is_idle)
+        """Whether :meth:`step` has work."""
+        return self.driver.run(lambda: bool(self._untaken) or not self.driver.core.is_idle)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
-        return self._driver.run(lambda: self._driver.core.num_unfinished)
+        return self.driver.run(lambda: self.driver.core.num_unfinished)
 
     def get_num_pendings(self) -> int:
-        """Requests that wait for room."""
+        """Requests that wait for memory."""
         return self.stats().num_waiting
 
     def stats(self) -> SchedulerStats:
-        """What the scheduler counts."""
-        return self._driver.run(lambda: self._driver.core.stats())
+        """Levels and counters of the scheduler."""
+        return self.driver.run(lambda: self.driver.core.stats())
 
     def metrics(self) -> Snapshot:
         """Counters and histograms since the start."""
-        return self._driver.snapshot()
+        return self.driver.snapshot()
 
     def close(self) -> None:
-        """Wait for the step in flight and give the model's memory back; the object cannot be used afterwards."""
-        self._driver.close()
+        """Wait for the step in flight and free the model's memory.  The object cannot be used afterwards."""
+        self.driver.close()
 
     def _abort(self, request_ids: list[str]) -> tuple[int, int]:
         """A job."""
         with self._lock:
             self._untaken = [each for each in self._untaken if each.request_id not in request_ids]
-        return self._driver.abort(request_ids)
+        return self.driver.abort(request_ids)
 
     def _outputs(self, turn: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Records of a turn, and those before it whose caller was interrupted."""
+        """Records of a turn, and of earlier turns whose caller was interrupted."""
 
         def job() -> None:
             outputs = turn()
             with self._lock:
                 self._untaken += outputs
 
-        self._driver.run(job)
+        self.driver.run(job)
         with self._lock:
             outputs, self._untaken = self._untaken, []
         return outputs

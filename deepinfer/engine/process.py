@@ -1,12 +1,12 @@
 """The core process: loads a model, turns the loop, answers its client.
 
-Started by :class:`deepinfer.engine.client.AsyncEngineClient` as a program of its own, so that neither the user's main module is
-imported twice nor a fork inherits threads.  One thread does everything between two polls: take all messages, turn the loop once,
-send what it brought in one message.  Without work it sleeps in the poll.  Beside it there are the executor's thread, threads that
-decode images (their requests enter the loop when they are ready), and the watchdog.
+:class:`deepinfer.engine.client.AsyncEngineClient` starts it as a program of its own.  The user's main module is then not imported
+twice, and no fork inherits threads.  One thread takes all messages, turns the loop once, and sends the records of the turn in one
+message.  Without work it sleeps in the poll.  There are three more kinds of threads: the executor's thread, threads that decode
+images, and the watchdog.  A request with images enters the loop when its images are decoded.
 
-It ends: when its client says so or SIGTERM comes (finish or abort, then a last message); when a step fails (no token is better
-than a wrong one; the reason goes up the lifeline); when its client's process is gone.
+The process ends for three reasons.  Its client says so or SIGTERM comes: it finishes or aborts the requests and sends a last
+message.  A step fails: no token is better than a wrong one, and the lifeline carries the reason.  The client's process is gone.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ import zmq
 
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine import ipc
-from deepinfer.engine.observer import Observer
+from deepinfer.engine.observed import ObservedCore
 from deepinfer.errors import ConfigError, EngineError, Overloaded, RequestError, StepFailed, reason, shown
 from deepinfer.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    # Importing this module costs no torch: the program that loads a model imports it, a client that only names us does not.
+    # A client imports this module without torch.
     from deepinfer.engine.loader import Loaded
     from deepinfer.engine.prompt import Prompt
     from deepinfer.images import Picture
@@ -53,56 +53,57 @@ logger = logging.getLogger(__name__)
 
 Load = Callable[..., "Loaded"]
 _FINISH_ON_SIGTERM_S: Final = 20.0
-"""What running requests get after SIGTERM: container managers kill 30 s after it."""
+"""Time for running requests after SIGTERM; container managers kill a process 30 s after it."""
 _ORPHAN_GRACE_S: Final = 5.0
-"""What a step in progress gets when the client's process is gone."""
+"""Time for a step in progress after the client's process is gone."""
 _LOCKED_GRACE_S: Final = 10.0
-"""By how much the last resort of the watchdog comes later than its limit."""
+"""Time between the watchdog's limit and its last resort."""
 _LONGEST_S: Final = 1e9
-"""As far ahead as a timer is set; timers of the system have a limit, and thirty years are as good as never."""
+"""The longest timer.  The system limits timers; thirty years mean never."""
 _LINGER_MS: Final = 1000
 _IMAGE_THREADS: Final = 2
 _NONE: Final[Mapping[int, bytes]] = {}
 
 
 class Lifeline:
-    """What tells the core that its client is there: a stream, whose other end a fork may have inherited, and a process.
+    """Tells the core whether its client exists: a stream, whose other end a fork may have inherited, and a process.
 
     Attributes:
         fds: one of them is readable once the client is gone.
     """
 
     def __init__(self, stream_fd: int, client_fd: int | None, folder: Path) -> None:
-        """Of descriptors that were passed to this process, ``client_fd`` a pidfd; ``folder`` has the socket's file."""
+        """Watch descriptors that this process got; ``client_fd`` is a pidfd.  ``folder`` contains the socket's file."""
         self._stream = socket.socket(fileno=stream_fd)
         self.fds = [stream_fd] + ([] if client_fd is None else [client_fd])
         self._folder = folder
         for fd in self.fds:
-            os.set_inheritable(fd, False)  # programs that this one starts must not keep them
+            os.set_inheritable(fd, False)  # programs started by this one must not keep them
 
     def is_cut(self, seconds: float) -> bool:
-        """Whether the client goes within so many seconds."""
+        """Whether the client ends within ``seconds``."""
         return bool(select.select(self.fds, [], [], seconds)[0])
 
     def say(self, error: Exception) -> None:
-        """Last words."""
+        """Send the client the reason for the end."""
         with contextlib.suppress(OSError):  # the client may be gone too
             self._stream.sendall(ipc.pack_last_words(error))
 
     def close(self) -> None:
-        """Give the stream back."""
+        """Close the stream."""
         self._stream.close()
 
     def bury_client(self) -> None:
-        """Remove what the client would have removed."""
+        """Remove the files that the client would have removed."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Watchdog:
-    """Watches the time that one step takes; ends the process when that is far too long, or when nobody needs it any more.
+    """Ends the process if a step takes far too long, or if the client is gone.
 
-    A thread of Python looks about every second.  Should it never get to run, because a step holds the interpreter's lock, a
-    thread that needs no lock dumps the stacks and ends the process a little later; the first one keeps putting that off.
+    A Python thread checks about every second.  It cannot run while a step holds the interpreter's lock.  Therefore a timer of
+    ``faulthandler``, which needs no lock, dumps the stacks and ends the process a little later.  The thread renews the timer at
+    every check.
     """
 
     def __init__(self, lifeline: Lifeline, *, warn_s: float, limit_s: float) -> None:
@@ -118,15 +119,15 @@ class Watchdog:
         threading.Thread(target=self._run, name="deepinfer-watchdog", daemon=True).start()
 
     def __enter__(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._since = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The step is over."""
+        """End the step."""
         self._since = None
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped = True
         faulthandler.cancel_dump_traceback_later()
 
@@ -161,7 +162,7 @@ class Watchdog:
 
 
 class CoreProcess:
-    """The loop around a core, and its side of the border.
+    """The loop around a core, and the core's end of the connection to its client.
 
     Invariant: ``_ids`` and ``_numbers`` are inverse, and name exactly the requests that the core has.
     """
@@ -169,12 +170,12 @@ class CoreProcess:
     def __init__(
         self, loaded: Loaded, args: EngineArgs, border: zmq.Socket[bytes], lifeline: Lifeline, watchdog: Watchdog
     ) -> None:
-        """Serve ``loaded`` to whoever is at the other end of ``border`` and ``lifeline``."""
+        """Serve ``loaded`` to the client at the other end of ``border`` and ``lifeline``."""
+        self._observed = ObservedCore(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
         self._core = loaded.core
         self._config = loaded.config
         self._args = args
         self._border = border
-        self._observer = Observer(loaded.core.stats, log_every=None if args.disable_log_stats else args.logging_interval_steps)
         self._watchdog = watchdog
         self._numbers: dict[str, int] = {}
         self._ids: dict[int, str] = {}
@@ -191,7 +192,7 @@ class CoreProcess:
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> bool:
-        """Serve until told to stop; returns whether the client is still there."""
+        """Serve until told to stop; returns whether the client still exists."""
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._drain(_FINISH_ON_SIGTERM_S))
         gc.collect()
         gc.freeze()
@@ -224,11 +225,11 @@ class CoreProcess:
         return True
 
     def close(self) -> None:
-        """Give everything back."""
+        """End the core, the threads and the sockets."""
         if self._image_threads is not None:
             self._image_threads.shutdown(wait=False, cancel_futures=True)
         with self._watchdog:  # it waits for the step in flight
-            self._core.close()
+            self._observed.close()
         self._watchdog.stop()
         self._wake_write.close()
         self._wake_read.close()
@@ -237,16 +238,16 @@ class CoreProcess:
         self._border.send_multipart(ipc.pack(message))
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: it has ended
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the loop is awake already; closed: the loop has ended
             self._wake_write.send(b"\0")
 
     def _drain(self, seconds: float) -> None:
-        """Take no more requests and stop after so many seconds, at once if asked for the second time."""
+        """Take no more requests and stop after ``seconds``; a second call stops at once."""
         self._deadline = time.monotonic() + (seconds if self._deadline is None else 0)
         self._wake()
 
     def _take(self) -> bool:
-        """Take in all that is waiting, sleeping if there is no work; False when the client's process is gone."""
+        """Take in all messages, and sleep if there is no work.  False if the client's process is gone."""
         timeout: int | None = None  # milliseconds
         if not self._core.is_idle:
             timeout = 0
@@ -278,11 +279,8 @@ class CoreProcess:
                     self._drain(message.finish_within_s)
 
     def _turn(self) -> None:
-        begin = time.monotonic()
         with self._watchdog:
-            outputs = self._core.step()
-        now = time.monotonic()
-        self._observer.stepped(outputs, now - begin, now)
+            outputs = self._observed.step()
         records = [each for each in outputs if each.request_id in self._numbers]
         if records:
             self._send(ipc.Outputs(numbers=[self._numbers[each.request_id] for each in records], records=records))
@@ -294,7 +292,7 @@ class CoreProcess:
             gc.collect()
 
     def _tell_stats(self, call: int) -> None:
-        metrics = self._observer.snapshot()
+        metrics = self._observed.snapshot()
         self._send(ipc.Stats(call=call, scheduler=self._core.stats(), metrics=metrics))
 
     def _add(self, message: ipc.Add, bulk: Sequence[ipc.Frame]) -> None:
@@ -318,7 +316,7 @@ class CoreProcess:
         future.add_done_callback(lambda done: self._hand_over(message.number, done))
 
     def _hand_over(self, number: int, done: Future[Prompt]) -> None:
-        """A prompt is prepared; called in a thread of its own."""
+        """A prompt is prepared; an image thread calls this."""
         self._prepared.append((number, done))
         self._wake()
 
@@ -347,13 +345,12 @@ class CoreProcess:
             salt=message.salt,
             image_hashes=image_hashes,
         )
-        self._core.add(request, pictures)
+        self._observed.add(request, pictures, message.arrived_s)
         self._ids[message.number] = message.request_id
         self._numbers[message.request_id] = message.number
-        self._observer.arrived(request, message.arrived_s)
 
     def _refuse(self, number: int, error: EngineError) -> None:
-        self._observer.refused(error)
+        self._observed.refused(error)
         self._send(ipc.Refused(number=number, kind=type(error).__name__, sentence=str(error)))
 
     def _abort(self, numbers: Sequence[int]) -> tuple[int, int]:
@@ -361,13 +358,12 @@ class CoreProcess:
         ids = [self._ids.pop(number) for number in numbers if number in self._ids]
         for request_id in ids:
             del self._numbers[request_id]
-        count, tokens = self._core.abort(ids)
-        self._observer.aborted(ids)
+        count, tokens = self._observed.abort(ids)
         return count + preparing, tokens
 
 
 def _prepare(token_ids: list[int], images: Sequence[ipc.Frame], config: ModelConfig) -> Prompt:
-    """Runs in an image thread; whatever goes wrong with a picture is the fault of its request alone."""
+    """Prepare a prompt in an image thread.  A picture that fails ends its own request only."""
     from deepinfer.engine.prompt import build_prompt, checked_ids
 
     try:
@@ -382,9 +378,9 @@ def _prepare(token_ids: list[int], images: Sequence[ipc.Frame], config: ModelCon
 
 
 def command(endpoint: str, lifeline_fd: int, client_fd: int | None, args: EngineArgs, *, progress: bool) -> list[str]:
-    """Arguments that :func:`main` understands; ``client_fd`` is a pidfd of the client's process, where there are such things.
+    """Arguments for :func:`main`; ``client_fd`` is a pidfd of the client's process, on systems that have pidfds.
 
-    The settings go into a file beside the socket: one argument of a program has room for 128 KiB, a list of banned tokens may
+    The settings go into a file beside the socket.  One argument of a program has at most 128 KiB, and a list of banned tokens may
     need more.
     """
     path = Path(endpoint.removeprefix("ipc://")).with_name("settings.json")
@@ -399,9 +395,9 @@ def _load(args: EngineArgs, *, progress: bool) -> Loaded:
 
 
 def main(arguments: Sequence[str], *, load: Load = _load) -> int:
-    """Be a core process; returns the exit code: 0 after a clean end, 2 for settings, 1 for everything else."""
+    """Run a core process.  Returns the exit code: 0 after a clean end, 2 for wrong settings, 1 for any other failure."""
     endpoint, lifeline_fd, client_fd, path = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then shuts us down
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then ends this process
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     faulthandler.enable()
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -410,7 +406,7 @@ def main(arguments: Sequence[str], *, load: Load = _load) -> int:
     lifeline = Lifeline(int(lifeline_fd), int(client_fd) if int(client_fd) >= 0 else None, folder)
     try:
         args = EngineArgs.from_keywords(**settings)
-        watchdog = Watchdog(lifeline, warn_s=args.step_warn_s, limit_s=args.step_limit_s)  # a client may go while we load, too
+        watchdog = Watchdog(lifeline, warn_s=args.step_warn_s, limit_s=args.step_limit_s)  # a client may also end during loading
         has_client = _serve(load(args, progress=progress), args, endpoint, lifeline, watchdog)
     except ConfigError as error:
         logger.error("%s", error)
@@ -420,14 +416,14 @@ def main(arguments: Sequence[str], *, load: Load = _load) -> int:
         logger.exception("the core process ends")
         lifeline.say(error)
         logging.shutdown()
-        os._exit(1)  # a thread in the middle of a broken step may never end, and nothing here is worth waiting for
+        os._exit(1)  # a thread inside a broken step may never end
     if not has_client:
         lifeline.bury_client()
     return 0
 
 
 def _serve(loaded: Loaded, args: EngineArgs, endpoint: str, lifeline: Lifeline, watchdog: Watchdog) -> bool:
-    """Serve until told to stop; returns whether the client is still there.  The last messages are on their way afterwards."""
+    """Serve until told to stop; returns whether the client still exists.  The last messages are then sent or on their way."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     border = context.socket(zmq.DEALER)
     border.set_hwm(0)

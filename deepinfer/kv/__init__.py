@@ -1,1 +1,1 @@
-"""Memory of past tokens: what is kept, who holds it, and the tensors behind it."""
+"""Memory of past tokens: layout, owners, prefix cache, and device tensors."""

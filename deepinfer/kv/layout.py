@@ -1,15 +1,15 @@
-"""Which layers keep what, in bytes.  Plain arithmetic: needs no torch and no device.
+"""Byte addresses of pages and slots.  Plain arithmetic without torch and without a device.
 
-Two kinds of memory per request.  *Pages* of ``page_tokens`` tokens hold the compressed entries and index keys of every layer that
-owns a store, for the whole context.  One *state slot* holds what has a bounded size: window rings, pending compressor rows, and
-the ids that Engram looks back on.
+A request has two kinds of memory.  *Pages* of ``page_tokens`` tokens hold the compressed entries and index keys of every layer
+with a store, for the whole context.  One *slot* holds the state of bounded size: window rings, raw compressor rows, and the ids
+that Engram looks back on.
 
     page   for each store, in layer order:  index values | index scales | main records        each region padded to 32 bytes
     slot   windows of the encoder half | windows of the decoder half and the drafter | compressor rings | look-back ring
 
-Only the first region of a slot is ever worth storing elsewhere, so it stands first and without gaps.
+The first region of a slot has no gaps, because it is the only one worth storing elsewhere.
 
-Page 0 and slot 0 belong to nobody: writes that must not land anywhere go there.
+Page 0 and slot 0 belong to no request.  Writes of padding go there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from deepinfer.config import ModelConfig
 
 LOOKBACK_BYTES = 4
-"""One int32 compressed id a position."""
+"""One int32 compressed id for each position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class StoreRegion:
     """Where one layer's store lies inside a page.
 
     Attributes:
-        entries: compressed entries a page.
+        entries: compressed entries of a page.
         values, scales, main: byte offsets of the three parts.
     """
 
@@ -75,7 +75,7 @@ class KVLayout:
     """Byte addresses of everything kept for a request.
 
     Attributes:
-        page_tokens: tokens a page.
+        page_tokens: tokens of a page.
         page_bytes: distance between pages; a multiple of 128 and of the main record.
         stores: layer -> its region in a page.
         ring_tokens: positions a window ring holds; position p lies at p mod ring_tokens.
@@ -91,7 +91,7 @@ class KVLayout:
     def __init__(
         self, config: ModelConfig, *, page_tokens: int = 128, max_drafts: int = 5, records: RecordSizes | None = None
     ) -> None:
-        """Lay out ``config``; ``max_drafts`` rejected tokens may be overwritten without harm.
+        """Lay out ``config`` so that ``max_drafts`` rejected tokens overwrite nothing that is still needed.
 
         ``page_tokens`` must be a multiple of every compress ratio.
         """
@@ -112,7 +112,7 @@ class KVLayout:
         self.page_bytes = _align(offset, math.lcm(128, size.main))
 
         self.ring_tokens = config.sliding_window + max_drafts + 1
-        # A round of drafts rewrites up to max_drafts + 1 positions while one older row is still awaited.
+        # A round of drafts rewrites up to max_drafts + 1 positions while one older token is still needed.
         self.compressor_ring = max(8, 1 << (max_drafts + 1).bit_length())
         self.lookback_ring = 1 << (max_drafts + config.engram_max_ngram_size).bit_length()
         ring_bytes = self.ring_tokens * size.window
@@ -131,14 +131,14 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> float:
-        """Page bytes a token of context costs, padding apart."""
+        """Page bytes of one token of context, without padding."""
         size = self.records
         entry = size.main + size.index_values + size.index_scales
         return sum(entry / self.config.ratio(layer) for layer in self.config.kv_source_layer_ids)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one layer's window of one request, drafts apart."""
+        """Bytes of one layer's window of one request, without room for drafts."""
         return self.config.sliding_window * self.records.window
 
     def pages_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Who holds which page, and which slot: counted references, and an order of what is given up when room is needed."""
+"""References to pages and to slots, and the order in which unreferenced ones are given up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import KeysView, Sequence
 
 
 class Pool:
-    """Numbers 1 … size-1 with counted references; 0 belongs to nobody.
+    """Numbers 1 … size-1 with counted references.  Number 0 is never handed out.
 
-    A number is *free*; or *held* by one or more references; or *kept*: unreferenced, but what lies there may be wanted again.
+    A number is *free*, or *held* by one or more references, or *kept*: it has no reference, but its content may be used again.
     Kept numbers are given up in the order in which they became kept.
 
-    Invariant: every number is in exactly one of the three states, and held if and only if its count is positive.
+    Invariant: every number is in exactly one of the three states, and it is held if and only if its count is positive.
     """
 
     def __init__(self, size: int, what: str) -> None:
-        """``size`` numbers including 0; ``what`` names them in messages."""
+        """Start with all numbers free; ``size`` includes 0, ``what`` names the numbers in messages."""
         self.size = size
         self._what = what
         self._free = deque(range(1, size))
@@ -35,17 +35,17 @@ class Pool:
 
     @property
     def num_available(self) -> int:
-        """Numbers that nobody holds."""
+        """Numbers without references."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_held(self) -> int:
-        """Numbers that somebody holds."""
+        """Numbers with references."""
         return self.size - 1 - self.num_available
 
     @property
     def kept(self) -> KeysView[int]:
-        """Kept numbers, next to be evicted first."""
+        """Kept numbers; the first is the next to be evicted."""
         return self._kept.keys()
 
     @property
@@ -54,7 +54,7 @@ class Pool:
         return self._counts
 
     def take(self, count: int) -> list[int]:
-        """Hand out ``count`` free numbers with one reference each, those that were free longest first."""
+        """Hand out ``count`` free numbers with one reference each; the number that was free longest comes first."""
         assert count <= len(self._free), f"{count} {self._what} asked for, {len(self._free)} are free; evict before taking"
         taken = [self._free.popleft() for _ in range(count)]
         for number in taken:
@@ -78,12 +78,12 @@ class Pool:
             self._free.append(number)
 
     def free(self, number: int) -> None:
-        """Set a kept number free: what lies there is of no use any more."""
+        """Set a kept number free: its content is of no more use."""
         del self._kept[number]
         self._free.append(number)
 
     def evict(self, count: int) -> list[int]:
-        """Set ``count`` kept numbers free, and name them in the order in which they were given up."""
+        """Set ``count`` kept numbers free; returns them in the order in which they were given up."""
         evicted = [self._kept.popitem(last=False)[0] for _ in range(count)]
         self._free.extend(evicted)
         return evicted

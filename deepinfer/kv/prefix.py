@@ -1,10 +1,10 @@
-"""Which prefixes are stored: keys of pages, and the index from a key to the page that holds its content.
+"""Which prefixes are stored: keys of pages, and the index from a key to the page with its content.
 
-The key of a page stands for everything that its content depends on: all tokens up to the page's end, the pictures among them, the
-tenant, and the format of the records.  So a key that is found means the whole prefix before it may be used.
+The key of a page covers everything that its content depends on: all tokens up to the page's end, the pictures among them, the
+tenant, and the format of the records.  If a key is found, the whole prefix before it may be used.
 
-Invariant: two keys are equal only if everything that they stand for is equal.  What is hashed says where each of its parts ends,
-and roots and pages have hash domains of their own, so no salt, token or picture imitates another key.
+Invariant: two keys are equal only if everything that they cover is equal.  The hashed bytes say where each part ends, and roots
+and pages have different hash domains, so no salt, token or picture imitates another key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 KEY_BYTES = 16
 FORMAT_VERSION = 1
-"""Goes up when the records in a page change, or what a key is made of."""
+"""Goes up when the records of a page or the parts of a key change."""
 _ROOT, _PAGE = b"root", b"page"
 _NO_IMAGES: Mapping[int, bytes] = MappingProxyType({})
 _NO_IMAGE = struct.pack("<I", 0)
@@ -44,28 +44,28 @@ class PageChain:
     Invariant: ``len(keys) == num_tokens // page_tokens``.
 
     Attributes:
-        page_tokens: tokens a page.
-        keys: of all full pages, in order; not to be changed by the reader.
+        page_tokens: tokens of a page.
+        keys: of all full pages, in order; readers must not change them.
         num_tokens: tokens so far.
     """
 
     def __init__(self, page_tokens: int, salt: bytes = b"") -> None:
-        """An empty sequence; sequences of different ``salt`` have no key in common."""
+        """Start an empty sequence.  Sequences of different ``salt`` share no key."""
         self.page_tokens = page_tokens
         self.keys: list[bytes] = []
         self.num_tokens = 0
         self._root = _digest(_ROOT, struct.pack("<II", FORMAT_VERSION, page_tokens), salt)
-        self._tail = bytearray()  # tokens behind the last full page
+        self._tail = bytearray()  # tokens after the last full page
         self._image_hashes: dict[int, bytes] = {}  # pictures that start among them
 
     def extend(self, token_ids: npt.NDArray[np.int32], image_hashes: Mapping[int, bytes] = _NO_IMAGES) -> None:
         """Append tokens.
 
         Args:
-            token_ids: [num_tokens] int32, none of them pending.
+            token_ids: [num_tokens] int32, all known.
             image_hashes: position in the sequence -> content hash of the picture that starts there; within the appended tokens.
 
-        Cost: one hash a completed page, about 1 µs for 128 tokens; without one, a copy of the tokens.
+        Cost: one hash for each completed page, about 1 µs for 128 tokens; otherwise a copy of the tokens.
         """
         start, page_bytes = self.num_tokens, 4 * self.page_tokens
         for position, content in image_hashes.items():
@@ -96,7 +96,7 @@ class PageChain:
         return struct.pack("<I", len(framed)) + b"".join(framed)
 
     def copy(self) -> PageChain:
-        """The same sequence, to be continued differently."""
+        """A copy of the sequence, which may continue differently."""
         twin = PageChain(self.page_tokens)
         twin.keys, twin.num_tokens, twin._root = self.keys.copy(), self.num_tokens, self._root
         twin._tail, twin._image_hashes = self._tail.copy(), self._image_hashes.copy()
@@ -105,11 +105,11 @@ class PageChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Pages became findable.
+    """Pages can be found from now on.
 
     Attributes:
-        keys: each the parent of the next.
-        parent: key of the page before the first; None where the sequence starts.
+        keys: each is the parent of the next one.
+        parent: key of the page before the first; None at the start of the sequence.
     """
 
     keys: tuple[bytes, ...]
@@ -118,7 +118,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """Pages are not findable any more.
+    """Pages can no longer be found.
 
     Attributes:
         keys: children before parents.
@@ -134,18 +134,19 @@ class _Entry:
 
 
 class PrefixIndex:
-    """Key -> the page that holds its content.
+    """Key -> the page with its content.
 
-    Requests that computed the same content at the same time each hold a page of it.  The first one written is found; another, its
-    *twin*, takes its place when the last holder leaves it.  So the page that is found is held as long as anybody holds a page
-    with that content, and whoever holds a page with a key holds one for each key before it: parents are left after children.
+    Two requests that compute the same content at the same time each hold a page of it.  The page written first is found.  The
+    other page, its *twin*, takes its place when the last holder leaves the first page.  The page that is found is therefore held
+    as long as a request holds a page with that content.  A request that holds a page with a key holds a page for each key before
+    it: parents are left after children.
 
-    Invariant: a key's parent is in the index, and is given up after it; a page has one key at most; all pages of a key that has
+    Invariant: a key's parent is in the index and is given up after the key.  A page has at most one key.  All pages of a key with
     twins are held.
     """
 
     def __init__(self, *, record_events: bool) -> None:
-        """Empty; ``record_events`` keeps a log until :meth:`take_events`."""
+        """Start empty; ``record_events`` keeps a log for :meth:`take_events`."""
         self._entries: dict[bytes, _Entry] = {}
         self._key_of: dict[int, bytes] = {}
         self._twins: dict[bytes, list[int]] = {}
@@ -160,7 +161,7 @@ class PrefixIndex:
         return key in self._entries
 
     def find(self, keys: Sequence[bytes], limit: int) -> int:
-        """How many of the first ``limit`` keys of a chain are stored: with a key all keys before it are."""
+        """How many of the first ``limit`` keys of a chain are stored.  If a key is stored, all keys before it are."""
         return bisect_left(range(limit), True, key=lambda i: keys[i] not in self._entries)
 
     def pages(self, keys: Sequence[bytes]) -> list[int]:
@@ -171,14 +172,14 @@ class PrefixIndex:
     def publish(
         self, pages: Sequence[int], keys: Sequence[bytes], parent: bytes | None, num_references: Sequence[int]
     ) -> list[int]:
-        """Make consecutive pages of a chain findable, which somebody holds.
+        """Let consecutive pages of a chain be found; a request holds them.
 
         Args:
-            parent: the key before them, stored already; None where the sequence starts.
+            parent: the key before them, which is stored; None at the start of the sequence.
             num_references: [number of pages] references to each page.
 
         Returns:
-            pages that nobody holds and that the index needs no more, because one of ``pages`` took their place.
+            Pages that no request holds and that the index no longer needs, because one of ``pages`` took their place.
         """
         stored: list[bytes] = []
         displaced: list[int] = []
@@ -186,7 +187,7 @@ class PrefixIndex:
             known = self._key_of.get(page)
             assert known in (None, key), f"page {page} is published under a second key; its content cannot have changed"
             entry = self._entries.get(key)
-            if entry is None:  # then no key behind it is stored either
+            if entry is None:  # then no key after it is stored either
                 self._entries[key] = _Entry(page, parent)
                 stored.append(key)
             elif known is None and num_references[entry.page]:
@@ -201,7 +202,7 @@ class PrefixIndex:
         return displaced
 
     def retire(self, page: int) -> bool:
-        """The last holder leaves ``page``: returns whether the index goes on needing it."""
+        """The last holder leaves ``page``; returns whether the index still needs the page."""
         key = self._key_of.get(page)
         if key is None:
             return False
@@ -219,7 +220,7 @@ class PrefixIndex:
         return False
 
     def remove(self, pages: Sequence[int]) -> list[bytes]:
-        """Forget ``pages``, which nobody holds, children before parents; returns their keys in order."""
+        """Forget ``pages``, which no request holds, children before parents; returns their keys in order."""
         keys = [self._key_of.pop(page) for page in pages]
         for key in keys:
             del self._entries[key]
@@ -228,13 +229,13 @@ class PrefixIndex:
         return keys
 
     def take_events(self) -> list[Stored | Removed]:
-        """Everything stored and removed since the last call, in order."""
+        """Pages stored and removed since the last call, in order."""
         assert self._events is not None, "events are not recorded; construct with record_events=True"
         events, self._events = self._events, []
         return events
 
     def key_of(self, page: int) -> bytes | None:
-        """Key whose content lies in ``page``."""
+        """Key of the content of ``page``."""
         return self._key_of.get(page)
 
     def check(self, kept: Iterable[int], num_references: Sequence[int]) -> None:

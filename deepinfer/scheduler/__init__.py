@@ -1,1 +1,1 @@
-"""Decides each step.  No tensors, no clock, no sleeping."""
+"""Decides each step, without tensors and without waiting."""

@@ -1,14 +1,13 @@
 """How many drafts a step verifies: step time by number of rows, confidences of earlier rounds, and the best total.
 
-The host chooses the total only; the device splits it over the requests by the confidences of the drafts themselves
+The host chooses the total K.  The device splits it over the requests by the current confidences of their drafts
 (:func:`deepinfer.ops.sampling.lay_out_rounds`).
 
-Invariant: the total never depends on the confidences of the drafts that it is for.  Draft k of a request is verified iff fewer
-than K positions of the batch rank before it.  Behind a given past, and for a given K, that is a matter of this request's drafts
-before k and of other requests, so whether a draft is looked at says nothing about which token it is, and verification stays
-exact.  A K chosen from the same confidences would break this: c of draft k + 1 is computed from draft k, so draft k would be
-verified or not depending on its own token.  K may depend on anything that was there before these drafts were drawn: on older
-confidences, decided tokens, and times of earlier steps.
+Invariant: K never depends on the confidences of the drafts that it counts.  Draft k of a request is verified if and only if fewer
+than K positions of the batch rank before it.  For a given K this depends on the request's drafts before k and on other requests.
+Whether a draft is verified then says nothing about its token, and verification stays exact.  A K from the same confidences would
+break this: the confidence of draft k + 1 is computed from draft k, so the token of draft k would decide whether draft k is
+verified.  K may depend on everything that existed before the drafts: older confidences, decided tokens, times of earlier steps.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_ENOUGH = 10
-"""Measured steps of one size that outweigh the profile; also how often a size's median is taken again."""
+"""Measured steps of one size that replace the profile.  After every so many samples of a size its median is taken again."""
 _NUM_KEPT = 50
 _MAX_AGE = 5000
-"""A size not seen for so many measured steps follows the others again: what slowed the machine then is over."""
+"""A size without a sample among so many measured steps follows the other sizes again."""
 
 
 class CostCurve:
-    """Step time as a function of the rows of a step, all of them: anchors, drafts, tokens of prompts.
+    """Step time as a function of all rows of a step: anchors, drafts, prompt tokens.
 
-    One rule: up to ``max_padded_rows`` a step costs what the next size at or above it costs, because the backend rounds rows up
-    to a captured graph or a tile; beyond, cost is linear between sizes, and goes on behind the largest with the slope from half
-    of it.  A backend that rounds nothing up has the least size as ``max_padded_rows``.
+    Up to ``max_padded_rows`` a step costs as much as the next larger size, because the backend rounds rows up to a captured graph
+    or a tile.  Above that, cost is linear between sizes.  After the largest size it continues with the slope between half of that
+    size and the size.  A backend that rounds nothing up has the smallest size as ``max_padded_rows``.
 
-    Invariant: cost never falls as rows grow; a dip in what was measured is lifted to the largest cost before it.
+    Invariant: cost never falls as rows grow.  A measured dip is raised to the largest cost before it.
 
     Attributes:
         sizes: [num_sizes] int64 rows, ascending.
-        profile_ms: [num_sizes] times at the start, as they were measured.
+        profile_ms: [num_sizes] times measured at the start.
         max_padded_rows: the largest size that steps are rounded up to.
 
     Source: DSpark paper, hardware-aware budget; serving engine's profile of captured sizes.
     """
 
     def __init__(self, rows: Sequence[int], ms: Sequence[float], *, max_padded_rows: int | None = None) -> None:
-        """A curve through measured points, in any order.
+        """Put a curve through measured points, in any order.
 
         Args:
             rows: positive, all different.
@@ -53,7 +52,7 @@ class CostCurve:
             max_padded_rows: one of ``rows``; None for the largest.
 
         Raises:
-            ValueError: the points make no curve.
+            ValueError: the points do not make a curve.
         """
         sizes, times = np.asarray(rows, np.int64), np.asarray(ms, np.float64)
         if sizes.ndim != 1 or sizes.shape != times.shape or not len(sizes) or len(np.unique(sizes)) < len(sizes):
@@ -98,16 +97,16 @@ class CostCurve:
         return found
 
     def refine(self, rows: int, ms: float) -> None:
-        """Take in the time of a step that ran.
+        """Take in the measured time of a step.
 
-        A size with :data:`NUM_ENOUGH` samples or more costs their median, over the last 50; the others cost their profile times
-        the median ratio of sample and profile, so that a machine that became slower as a whole keeps the form of its curve.
-        A step between two sizes counts for the larger, scaled as the curve is there; one beyond all sizes is passed over.
+        A size with at least :data:`NUM_ENOUGH` samples costs the median of its last 50.  The other sizes cost their profile times
+        the median ratio of sample and profile: if the whole machine becomes slower, the curve keeps its form.  A step between two
+        sizes counts for the larger one, scaled by the curve.  A step above all sizes is ignored.
 
-        A sample counts from the next call on: the step that drew the drafts to be verified next must not have a say in how many
-        of them are.
+        A sample counts from the next call on: the step that drew the drafts to be verified next must not influence how many of
+        them are verified.
 
-        Cost: one assignment; every tenth sample of a size a median of 50 and a few operations on all sizes.
+        Cost: one assignment.  Every tenth sample of a size costs a median of 50 numbers and a few operations on all sizes.
         """
         held, self._held = self._held, (rows, ms)
         if held is not None:
@@ -132,7 +131,7 @@ class CostCurve:
         self._set(np.where(known, self._medians, self.profile_ms * ratio))
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain values; what :meth:`refine` learned belongs to this run and stays behind."""
+        """The profile as plain values, without the samples of :meth:`refine`."""
         points = [[int(rows), float(ms)] for rows, ms in zip(self.sizes, self.profile_ms, strict=True)]
         return {"points": points, "max_padded_rows": self.max_padded_rows}
 
@@ -141,7 +140,7 @@ class CostCurve:
         """The curve that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: it did not write this.
+            ValueError: ``raw`` is not such a curve.
         """
         if not isinstance(raw, dict) or not isinstance(raw.get("points"), list) or not raw["points"]:
             raise ValueError("no points")
@@ -175,21 +174,21 @@ def choose_total(
 ) -> int:
     """The number of drafts K with the most expected tokens a millisecond.
 
-    Θ(K) = (R + num_other_tokens + sum of the K largest survivals) / cost(R + K + num_other_rows), over *all* K: a real curve
-    has steps, and behind one that does not pay the next bucket may.  Survival never grows along a row, so the K largest are
-    prefixes.  Of equal Θ the smallest K wins: the same rate for less work, and confidences err on the bright side where
-    requests are new.
+    Θ(K) = (R + num_other_tokens + sum of the K largest survivals) / cost(R + K + num_other_rows).  All K are compared, because a
+    real curve has steps: a bucket may pay although the bucket before it does not.  Survival never grows along a row, so the K
+    largest are prefixes.  Of equal Θ the smallest K wins: it is the same rate for less work, and new requests start at confidence
+    1, which is too high.
 
     Args:
-        survival: [R, width] float64 in [0, 1], not increasing along a row.
-        caps: [R] int, at most this many drafts of each request; below 0 counts as 0.
+        survival: [R, width] float64 in [0, 1], which never increases along a row.
+        caps: [R] int, most drafts of each request; below 0 counts as 0.
         curve: step times.
-        max_rows: rows of the step at most.
+        max_rows: most rows of the step.
         num_other_rows: rows that are neither an anchor nor a draft of these requests.
-        num_other_tokens: tokens that those rows will bring.
+        num_other_tokens: output tokens of those rows.
 
     Returns:
-        K in 0 … sum of caps with R + K + num_other_rows <= max_rows, or 0 where there is no such K.
+        K in 0 … sum of caps with R + K + num_other_rows <= max_rows, or 0 if there is no such K.
 
     Source: DSpark paper, confidence-scheduled verification.  Cost: one sort of R · width numbers.
     """
@@ -208,22 +207,22 @@ def choose_total(
 
 
 class DraftBudget:
-    """Confidences of the last two rounds of each state slot, and the number of drafts they make worth verifying.
+    """Confidences of the last two rounds of each slot, and the number of drafts that is worth verifying.
 
-    Two generations are kept because the latest may be those of the very drafts to be verified (the module says why they must
-    not be used).  That is so when the step that drew the drafts is committed: always without asynchronous planning, and with
-    it for a request that sat a step out.  A request that has no older round counts with confidences of 1.
+    Two generations are kept because the latest may belong to the drafts to be verified, which must not decide K.  It does if the
+    step that drew the drafts is committed: always without asynchronous planning, and with it for a request that was not in the
+    step in flight.  A request without an older round counts with confidence 1.
 
     Attributes:
         curve: step times.
     """
 
     def __init__(self, num_slots: int, num_drafts: int, curve: CostCurve) -> None:
-        """Nothing is known of any slot.
+        """Start without confidences.
 
         Args:
             num_slots: slots 0 … num_slots - 1.
-            num_drafts: drafts of a round at most.
+            num_drafts: most drafts of a round.
             curve: step times.
         """
         self.curve = curve
@@ -231,11 +230,11 @@ class DraftBudget:
         self._latest = np.zeros(num_slots, np.int64)
 
     def reset(self, slot: int) -> None:
-        """A new request has ``slot``; nothing of the one before counts.  Its steps in flight must not be handed to update."""
+        """A new request gets ``slot``.  Confidences of the request before it must not come to :meth:`update` any more."""
         self._survival[:, slot] = 1.0
 
     def update(self, slots: npt.NDArray[np.integer[Any]], confidences: npt.NDArray[np.floating[Any]]) -> None:
-        """Take in the confidences of the drafts that a committed step drew.
+        """Take in the confidences of the drafts of a committed step.
 
         Args:
             slots: [R] all different.
@@ -246,7 +245,7 @@ class DraftBudget:
         self._survival[latest, slots] = survivals(confidences)
 
     def refine(self, num_rows: int, ms: float) -> None:
-        """Take in how long a step took."""
+        """Take in the measured time of a step."""
         self.curve.refine(num_rows, ms)
 
     def choose(
@@ -258,17 +257,17 @@ class DraftBudget:
         max_rows: int,
         num_other_tokens: int = 0,
     ) -> int:
-        """How many drafts the next step verifies over all of its decoding requests.
+        """How many drafts the next step verifies, summed over its decoding requests.
 
         Args:
-            slots: [R] of the requests that decode.
-            caps: [R] drafts of each at most, from decided tokens only.
-            is_ahead: [R] whether the drafts to be verified come from a step that is not committed yet.  If so the latest
-                confidences are of an earlier round; if not they are those of these drafts, and the round before counts.
+            slots: [R] slots of the decoding requests.
+            caps: [R] most drafts of each, from decided tokens only.
+            is_ahead: [R] whether the drafts to be verified come from a step that is not committed yet.  Then the latest
+                confidences are of an earlier round.  Otherwise they belong to these drafts, and the round before counts.
             num_other_rows, max_rows, num_other_tokens: as in :func:`choose_total`.
 
         Returns:
-            K as of :func:`choose_total`.
+            K of :func:`choose_total`.
 
         Cost: below 0.1 ms for 256 requests of 5 drafts.
         """

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from deepinfer import SamplingParams
 from deepinfer.config import EngineArgs
-from deepinfer.engine import llm as llm_module
+from deepinfer.engine import llm_engine as engine_module
 from deepinfer.engine.llm import LLM
 from deepinfer.engine.llm_engine import LLMEngine
 from deepinfer.executor.executor import Executor
@@ -96,11 +96,11 @@ def _loaded(args, step_s):
 
 
 def make_llm(step_s=0.0005, **given):
-    llm_module.load, before = (lambda args, *, progress: _loaded(args, step_s)), llm_module.load
+    engine_module.load, before = (lambda args, *, progress: _loaded(args, step_s)), engine_module.load
     try:
         return LLM(**{**ARGS, **given}, progress=False)
     finally:
-        llm_module.load = before
+        engine_module.load = before
 
 
 def make_engine(step_s=0.0005):

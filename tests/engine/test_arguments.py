@@ -185,7 +185,7 @@ ADD = {"user_id": 1, "request_id": "x", "sampling_params": greedy(), "prompt_tok
     ),
 )
 def test_whatever_a_request_is_made_of_the_next_step_works(engine, name, value):
-    core = engine._driver.core
+    core = engine.driver.core
     try:
         is_taken = engine.add_request(**{**ADD, name: value})
         assert isinstance(is_taken, bool)
@@ -246,7 +246,7 @@ def png(width=60, height=40):
 )
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_pictures_come_in_any_bytes_with_their_sizes(llm, kind, sizes):
-    reader = llm._reader
+    reader = llm._engine.reader
     plain = reader.of_text(IMAGE, {"image_bytes": [png()]})
     given = reader.of_text(IMAGE, {"image_bytes": [kind(png())], "image_sizes": sizes})
     assert (given.token_ids, given.image_hashes) == (plain.token_ids, plain.image_hashes)

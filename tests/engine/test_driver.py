@@ -134,7 +134,7 @@ def test_threads_share_an_engine_and_each_record_comes_once():
     for record in sorted((each for got in results for each in got), key=lambda each: each.num_output_tokens):
         texts[record.request_id].append(record.token_id)
     assert texts == {f"r{number}": expected(number, max_tokens=20)[0] for number in range(100, 700, 100)}
-    assert engine._driver.core.trespasses == 0
+    assert engine.driver.core.trespasses == 0
     assert engine.metrics().values["generation_tokens"][""] == 120
     engine.close()
 
@@ -195,8 +195,8 @@ def test_an_interrupted_add_leaves_nothing_behind_and_others_alone(alarm):
 
 def test_a_request_whose_caller_could_not_end_it_ends_with_its_next_record():
     llm = make_llm()
-    inbox_less = llm._request(llm._reader.of_text("5"), params(FOREVER))
-    llm._driver.add(inbox_less, (), 0.0)
+    inbox_less = llm._request(llm._engine.reader.of_text("5"), params(FOREVER))
+    llm._engine.driver.add(inbox_less, (), 0.0)
     assert generate(llm, 7) == expected(7)
     assert llm._core.num_unfinished == 0
     llm.close()
@@ -216,7 +216,7 @@ def test_a_step_that_breaks_is_told_to_everybody_at_once(num_threads):
     assert {error_of(use) for use in uses.values()} == {says}
     assert (llm._core.num_steps, len(llm._boxes)) == (llm._core.breaks_at, 0)
     engine.add_request(1, "x", params(), [5])
-    engine._driver.core.breaks_at = 0
+    engine.driver.core.breaks_at = 0
     assert {error_of(use) for use in [engine.step, *uses_of_engine(engine).values()]} == {says}
     core = llm._core
     for each in (llm, engine):
@@ -245,7 +245,7 @@ def test_closing_reaches_whoever_is_inside():
 def test_a_closed_engine_says_so_whatever_is_asked():
     engine = make_engine()
     engine.add_request(1, "a", params(), [5])
-    core = engine._driver.core
+    core = engine.driver.core
     engine.close()
     engine.close()
     says = "ConfigError: this engine was closed; make a new one"
