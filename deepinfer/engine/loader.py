@@ -24,10 +24,12 @@ from deepinfer.executor.graphs import Buckets
 from deepinfer.executor.worker import Worker, workspace_bytes
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
+from deepinfer.model.checkpoint.random_weights import random_tensors
+from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
+from deepinfer.model.inventory import rank_memory
 from deepinfer.model.vision import VisionTower
-from deepinfer.model.weights import random_tensors, rank_memory, read_checkpoint
 from deepinfer.ops.op import REFERENCE, bind
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.limits import Limits

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from deepinfer.config import ModelConfig, cache_dir, config_json, named_config
 from deepinfer.errors import ConfigError
-from deepinfer.model.weights import random_tensors, write_checkpoint
+from deepinfer.model.checkpoint.random_weights import random_tensors
+from deepinfer.model.checkpoint.writer import write_checkpoint
 from deepinfer.tokenizer import Tokenizer, byte_tokenizer
 
 NANO_SEED = 20261017

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tabulate import tabulate
@@ -15,7 +16,8 @@ from tabulate import tabulate
 from deepinfer.config import ModelConfig, load_config
 from deepinfer.errors import ConfigError
 from deepinfer.kv.layout import KVLayout
-from deepinfer.model.weights import Component, RankMemory, check_ranks, rank_memory, scan_checkpoint, tensor_table
+from deepinfer.model.checkpoint.reader import scan_checkpoint
+from deepinfer.model.checkpoint.table import Component, TensorSpec, check_ranks, tensor_specs, tensor_table
 
 GIB = 1 << 30
 STATE_RESERVE_BYTES = 8 * GIB
@@ -96,6 +98,60 @@ def request_bytes(config: ModelConfig, context_tokens: int) -> int:
 
 
 # ------------------------------------------------------------------ memory of a rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of weights on one expert-parallel rank (rank 0, which holds the most table rows)."""
+
+    experts: int
+    dense: int
+    embedding_and_head: int
+    draft: int
+    engram_tables: int
+    vision: int
+
+    @property
+    def total(self) -> int:
+        """All of it; ranks that serve no images save ``vision``."""
+        return self.experts + self.dense + self.embedding_and_head + self.draft + self.engram_tables + self.vision
+
+
+_GROUPS: dict[Component, str] = {
+    "embedding": "embedding_and_head",
+    "head": "embedding_and_head",
+    "routed experts": "experts",
+    "Engram tables": "engram_tables",
+    "DSpark": "draft",
+    "vision": "vision",
+}
+
+
+@lru_cache(maxsize=4)  # reports ask for many rank counts of one model
+def _one_expert_each(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """The table with the first expert of every layer only: a layer's experts are alike."""
+    return tuple(spec for spec in tensor_specs(config) if spec.expert_id == 0)
+
+
+def rank_memory(config: ModelConfig, ep_size: int, spare_experts: int = 0) -> RankMemory:
+    """Bytes of weights one rank holds.
+
+    Args:
+        config: the model's configuration.
+        ep_size: ranks that share experts and table rows.
+        spare_experts: copies of routed experts per layer over all ranks; draft layers have none.
+
+    Raises:
+        ConfigError: the experts do not spread evenly.
+    """
+    check_ranks(config, ep_size, spare_experts)
+    groups: dict[str, int] = dict.fromkeys(("experts", "dense", *_GROUPS.values()), 0)
+    for spec in _one_expert_each(config):
+        group = _GROUPS.get(spec.component, "dense")
+        spares = spare_experts if group == "experts" else 0
+        copies = (spec.num_experts + spares) // ep_size if spec.split == "expert" else 1
+        groups[group] += copies * (spec.num_bytes // spec.shape[0]) * spec.local_shape(0, ep_size)[0]
+    return RankMemory(**groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from deepinfer.config import named_config
+from deepinfer.model.checkpoint.table import tensor_table
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import StepInputs
 from deepinfer.model.vision import VisionTower
-from deepinfer.model.weights import tensor_table
 from deepinfer.ops import attention, norm, quant, sampling
 from deepinfer.step import Chunk, StepPlan
 from tests.devices import no_waits

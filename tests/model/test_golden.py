@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepinfer.config import named_config
+from deepinfer.model.checkpoint.random_weights import hashed_uniform
 from deepinfer.model.engram import engram_multipliers
-from deepinfer.model.weights import hashed_uniform
 from deepinfer.ops import attention, engram, moe, quant
 from tests.model.tiny import (
     PAGE_TOKENS,

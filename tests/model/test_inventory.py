@@ -4,9 +4,12 @@ import pytest
 
 from deepinfer.config import named_config
 from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.model.checkpoint.random_weights import hashed_tensors
+from deepinfer.model.checkpoint.writer import write_checkpoint
 from deepinfer.model.inventory import (
     component_sizes,
     kv_token_bytes,
+    rank_memory,
     rank_plans,
     render_directory,
     render_inventory,
@@ -14,7 +17,6 @@ from deepinfer.model.inventory import (
     verify_directory,
     window_state_bytes,
 )
-from deepinfer.model.weights import hashed_tensors, write_checkpoint
 
 FULL = named_config("full")
 GOLDEN = named_config("golden")
@@ -67,6 +69,35 @@ def test_state_of_the_golden_model():
 def test_kv_of_a_rank_is_the_known_table():
     for num_requests, expected in ((64, 7.1), (256, 28.5)):
         assert round(num_requests * request_bytes(FULL, 131_072) / GIB, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "spares", "expected"),
+    [
+        (8, 0, (33.6, 6.7, 2.5, 1.5, 23.6, 67.9)),
+        (8, 32, (36.4, 6.7, 2.5, 1.5, 23.6, 70.7)),
+        # 2.345 for the draft; tables that round it to 2.4 have the same sum of 131.6
+        (4, 32, (72.8, 6.7, 2.5, 2.3, 47.2, 131.6)),
+        (64, 64, (4.9, 6.7, 2.5, 0.8, 3.0, 17.8)),
+        (2, 0, (134.5, 6.7, 2.5, 4.0, 94.4, 242.1)),
+    ],
+)
+def test_memory_of_a_rank_is_the_known_table(ep_size, spares, expected):
+    memory = rank_memory(FULL, ep_size, spares)
+    parts = (memory.experts, memory.dense, memory.embedding_and_head, memory.draft, memory.engram_tables)
+    found = [*parts, memory.total - memory.vision]
+    assert [round(each / GIB, 1) for each in found] == list(expected)
+    assert memory.vision == 970_536_960
+
+
+def test_memory_of_one_rank_is_the_checkpoint():
+    assert rank_memory(FULL, 1).total == 510_286_023_000
+
+
+@pytest.mark.parametrize(("ep_size", "spares"), [(5, 0), (8, 1), (0, 0), (256, 0)])
+def test_uneven_experts_are_refused(ep_size, spares):
+    with pytest.raises(ConfigError, match=f"ep_size={ep_size} does not divide"):
+        rank_memory(FULL, ep_size, spares)
 
 
 def test_eight_ranks_fit_on_an_h200_and_four_do_not():

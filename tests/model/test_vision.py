@@ -9,8 +9,8 @@ import torch
 
 from deepinfer.config import named_config
 from deepinfer.images import Role, plan_image, span_roles
+from deepinfer.model.checkpoint.table import tensor_table
 from deepinfer.model.vision import VisionTower
-from deepinfer.model.weights import tensor_table
 
 CONFIG = named_config("golden")
 VISION = CONFIG.vision

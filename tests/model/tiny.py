@@ -11,9 +11,9 @@ import torch
 from deepinfer.config import named_config
 from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout, RecordSizes
+from deepinfer.model.checkpoint.random_weights import hashed_tensors
 from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import StepInputs
-from deepinfer.model.weights import hashed_tensors
 from deepinfer.ops import attention, moe, norm, op, quant
 from deepinfer.ops.sampling import lay_out_rounds
 from deepinfer.step import Chunk, StepPlan
