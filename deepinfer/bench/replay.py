@@ -86,7 +86,7 @@ def _chunks(prompt: npt.NDArray[np.int32], cuts: Sequence[int], floor: int, layo
 def _visible(rows: LayerInputs, window: int, ring_tokens: int) -> list[tuple[int, list[int]]]:
     """(position, positions of its window keys) of every row, read back from the tables."""
     before = rows.window_before
-    earlier = [start - back for start in rows.starts.tolist() for back in range(window - 1, 0, -1)]
+    earlier = [span.start - back for span in rows.spans.chunks for back in range(window - 1, 0, -1)]
     assert [each % ring_tokens for each in earlier] == before.positions.flatten().tolist(), "earlier keys end before the step"
     own = rows.positions.tolist()
     seen = []

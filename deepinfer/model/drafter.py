@@ -227,11 +227,8 @@ class Drafter:
         nowhere = RingRows(rows=nothing, slots=nothing, positions=nothing)
         return LayerInputs(
             positions=(anchor_positions.unsqueeze(1) + offsets).flatten(),
-            requests=requests.expand(-1, self.width).flatten(),
             is_image=torch.zeros(num_requests * self.width, dtype=torch.bool, device=device),
             spans=Spans(chunks=(), round_pages=(), first_pages=nothing, round_rows=nothing.view(0, 0), positions=nothing),
-            slots=slots,
-            starts=anchor_positions,
             page_ids=nothing,
             window=nowhere,
             window_before=PreviousTokens(

@@ -112,10 +112,8 @@ class LayerInputs:
 
     Attributes:
         positions: [num_tokens] int64.
-        requests: [num_tokens] int64, whose token a row is.
         is_image: [num_tokens] bool.
         spans: whose tokens the rows are, as far as the host knows.
-        slots, starts: [num_requests] int64.
         page_ids: [num_step_pages] int64, the requests' pages one behind the other.
         window, compressor: where window keys and raw compressor rows are written.
         window_before: [num_tokens, sliding_window] rows of each token's window keys, itself last; reach sliding_window - 1.
@@ -124,11 +122,8 @@ class LayerInputs:
     """
 
     positions: Tensor
-    requests: Tensor
     is_image: Tensor
     spans: Spans
-    slots: Tensor
-    starts: Tensor
     page_ids: Tensor
     window: RingRows
     window_before: PreviousTokens
@@ -430,7 +425,6 @@ class _LayerNumbers:
             )
         return LayerInputs(
             positions=positions,
-            requests=requests,
             is_image=column("is_image").bool(),
             spans=Spans(
                 chunks=self.chunk_spans,
@@ -439,8 +433,6 @@ class _LayerNumbers:
                 round_rows=round_rows,
                 positions=positions,
             ),
-            slots=tokens.slots,
-            starts=tokens.starts,
             page_ids=page_ids,
             window=tokens.kept(column("ring_rows"), layout.ring_tokens),
             window_before=tokens.before(range(1 - config.sliding_window, 1), layout.ring_tokens, column("window_floors")),

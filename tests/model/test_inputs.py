@@ -28,10 +28,18 @@ def random_inputs(rng):
     return StepInputs.build(plan, config=network.config, layout=layout, device=torch.device("cpu")), layout, chunks
 
 
+def owners(chunks):
+    """[num_tokens] int64 each: the number and the slot of each row's request."""
+    lens = torch.tensor([len(chunk.token_ids) for chunk in chunks])
+    requests = torch.arange(len(chunks)).repeat_interleave(lens)
+    return requests, torch.tensor([chunk.slot for chunk in chunks])[requests]
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_what_rings_keep_never_collides_and_is_the_latest(number):
     inputs, layout, chunks = random_inputs(np.random.default_rng(number))
     tokens = inputs.encoder
+    requests, slots = owners(chunks)
     kinds = (
         (tokens.window, layout.ring_tokens),
         (tokens.compressor, layout.compressor_ring),
@@ -39,21 +47,22 @@ def test_what_rings_keep_never_collides_and_is_the_latest(number):
     )
     for written, length in kinds:
         kept = written.rows
-        where = {(int(tokens.requests[row]), int(tokens.positions[row]) % length) for row in kept.tolist()}
-        assert where == set(zip(tokens.requests[kept].tolist(), written.positions.tolist(), strict=True))
-        assert torch.equal(written.slots, tokens.slots[tokens.requests[kept]])
+        where = {(int(requests[row]), int(tokens.positions[row]) % length) for row in kept.tolist()}
+        assert where == set(zip(requests[kept].tolist(), written.positions.tolist(), strict=True))
+        assert torch.equal(written.slots, slots[kept])
         assert len(where) == len(kept)
         expected = []
         for request, chunk in enumerate(chunks):
             end = chunk.start + len(chunk.token_ids)
             expected += [(request, position) for position in range(max(chunk.start, end - length), end)]
-        assert list(zip(tokens.requests[kept].tolist(), tokens.positions[kept].tolist(), strict=True)) == expected
+        assert list(zip(requests[kept].tolist(), tokens.positions[kept].tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize("number", range(10))
 def test_tokens_before_are_found_in_the_ring_or_in_the_step(number):
     """Every position of a ring and every row is marked with its position; no other request's mark is found."""
     inputs, layout, chunks = random_inputs(np.random.default_rng(200 + number))
+    _, slots = owners(chunks)
     tokens, config = inputs.encoder, model("golden", exact=True).config
     kinds = (
         (tokens.window_before, layout.ring_tokens, range(1 - config.sliding_window, 1)),
@@ -65,10 +74,10 @@ def test_tokens_before_are_found_in_the_ring_or_in_the_step(number):
         for chunk in chunks:
             for position in range(max(0, chunk.start - length), chunk.start):
                 ring[chunk.slot, position % length] = 1000 * chunk.slot + position
-        own = 1000 * tokens.slots[tokens.requests] + tokens.positions
+        own = 1000 * slots + tokens.positions
         found = before.gather(ring, own)[before.idx].masked_fill(before.idx < 0, -1)
         wanted = tokens.positions.unsqueeze(1) + torch.tensor(list(offsets))
-        expected = torch.where(wanted >= 0, 1000 * tokens.slots[tokens.requests].unsqueeze(1) + wanted, -1)
+        expected = torch.where(wanted >= 0, 1000 * slots.unsqueeze(1) + wanted, -1)
         assert torch.equal(found, expected)
 
 
@@ -177,6 +186,7 @@ def check_before(found, expected, num_rows, reach):
     num_requests = len(expected.slots)
     for name in ("slots", "positions"):
         assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
+    assert (found.slots[num_requests:] == 0).all()
     # Behind the earlier tokens of all requests stand the step's own, and there is one request more.
     shifted = torch.where(found.idx >= (num_requests + 1) * reach, found.idx - reach, found.idx)
     assert torch.equal(shifted[:num_rows], expected.idx)
@@ -184,12 +194,10 @@ def check_before(found, expected, num_rows, reach):
 
 def check_layer(found, expected, num_more, reach):
     """``found`` has ``num_more`` rows of nobody behind those of ``expected``, and one request more, who is nobody."""
-    num_rows, num_requests = len(expected.positions), len(expected.slots)
+    num_rows = len(expected.positions)
     assert len(found.positions) == num_rows + num_more
-    for name in ("positions", "requests", "is_image"):
+    for name in ("positions", "is_image"):
         assert torch.equal(getattr(found, name)[:num_rows], getattr(expected, name)), name
-    for name in ("slots", "starts"):
-        assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
     for name in ("window", "compressor"):
         check_written(getattr(found, name), getattr(expected, name), num_rows)
     check_before(found.window_before, expected.window_before, num_rows, reach)
@@ -198,7 +206,6 @@ def check_layer(found, expected, num_more, reach):
         for name in ("pages", "entries", "first_positions"):
             assert torch.equal(getattr(found.store_rows[ratio], name)[:num_rows], getattr(rows, name)), (ratio, name)
         assert (found.store_rows[ratio].pages[num_rows:] == 0).all()
-    assert (found.slots[found.requests[num_rows:]] == 0).all()
 
 
 @pytest.mark.parametrize("has_floors", [False, True], ids=["", "floors"])
@@ -230,7 +237,7 @@ def test_prompts_leave_the_decoder_half_and_rounds_stay(seed):
     plan = StepPlan(chunks=tuple(case.chunks), rounds=tuple(case.rounds), num_drafts=4)
     found = StepInputs.build(plan, config=case.config, layout=case.layout, device=torch.device("cpu"), rounds=laid)
     assert found.decoder_rows.tolist() == list(range(num_chunk_rows, num_chunk_rows + 6))
-    assert found.decoder.slots[found.decoder.requests].tolist() == [case.rounds[0].slot] * 2 + [case.rounds[1].slot] * 3 + [0]
+    assert found.decoder.window.slots.tolist() == [case.rounds[0].slot] * 2 + [case.rounds[1].slot] * 3 + [0]
     assert found.logit_rows.tolist() == list(range(6))
 
 
