@@ -1,7 +1,8 @@
 """One layer's attention: window keys, compressed store, indexer, and the projections around them.
 
-A layer of kind *full* writes a store (by its :class:`Compressor`) and chooses entries, *reindex* chooses again in the store it
-reads, *reuse* takes both from the layers below, *window* has neither.  What travels upwards in a step is a :class:`Choice`.
+A layer of kind *full* writes a store with its :class:`Compressor` and chooses entries in it.  A *reindex* layer chooses entries
+in the store of an earlier layer.  A *reuse* layer uses the store and the entries of earlier layers.  A *window* layer has no
+store.  A :class:`Choice` passes the chosen entries to later layers.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Rotations:
     """Rotations of a step's positions.
 
     Attributes:
-        plain: for window-only layers.
-        scaled: for layers with compressed keys.
-        entries: compress ratio -> at the first position of each token's entry.
+        plain: rotation for window-only layers.
+        scaled: rotation for layers with compressed keys.
+        entries: compress ratio -> rotation at the first position of each token's entry.
     """
 
     plain: Rotation
@@ -37,11 +38,11 @@ class Rotations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a choosing layer hands to the layers above it.
+    """Entries that a layer chose, for itself and later layers.
 
     Attributes:
         entry_idx: [num_tokens, index_topk] int64 indices of the chosen entries.
-        blocks: [num_tokens, candidate_topk_blocks] int64 candidate blocks, once the candidate layer has run.
+        blocks: [num_tokens, candidate_topk_blocks] int64 candidate blocks; None before the candidate layer.
     """
 
     entry_idx: Tensor
@@ -73,7 +74,7 @@ class Compressor:
         raw = ops.compress_project(x, self.weights)
         previous = None
         if self.ratio > 1:
-            # The older half of a pair is the row before, or, for a request's first row, the state that an earlier step left.
+            # The older token of a pair is the row before.  For a request's first row it is in the ring of an earlier step.
             ring = cache.compressor(self.layer)
             before = inputs.compressor_before
             previous = before.gather(ring, raw)[before.idx[:, 0]]
@@ -102,7 +103,7 @@ class Indexer:
     def __call__(
         self, q_latent8: QuantisedRows, x: Tensor, inputs: LayerInputs, cache: KVCache, rotation: Rotation, below: Choice | None
     ) -> Choice:
-        """Choose for every token; ``below`` brings the candidate blocks to layers above the candidate layer."""
+        """Choose for every token; layers after the candidate layer take its blocks from ``below``, the last earlier choice."""
         config = self.config
         q, head_weights = ops.index_query(q_latent8, x, self.wq_b, self.weights_proj, rotation)
         store = cache.index(self.source)
@@ -114,7 +115,7 @@ class Indexer:
             return Choice(entry_idx=entry_idx, blocks=blocks)
         if self.is_within:
             candidates = below.blocks if below is not None else None
-            assert candidates is not None, "the candidate layer ran below"
+            assert candidates is not None, "the candidate layer runs before this layer"
             entry_idx = ops.index_topk_within(q, head_weights, *where, candidates, config.candidate_block_size)
             return Choice(entry_idx=entry_idx, blocks=candidates)
         return Choice(entry_idx=ops.index_topk(q, head_weights, *where))
@@ -144,12 +145,13 @@ class Attention:
         """Attend.
 
         Args:
-            x: [num_tokens, hidden] normed input; x8 the same, quantised.
-            below: choice of the nearest choosing layer below.
+            x: [num_tokens, hidden] normed input.
+            x8: the same, quantised.
+            below: last choice of an earlier layer, or None.
 
         Returns:
             y: [num_tokens, hidden].
-            choice: what the next layer up gets as ``below``.
+            choice: argument ``below`` of the next layer.
         """
         config = self.config
         rotation = rotations.scaled if self.has_store else rotations.plain
@@ -159,7 +161,7 @@ class Attention:
             choice = self.indexer(q_latent8, x, inputs, cache, rotation, below)
         store = entry_idx = None
         if self.has_store:
-            assert choice is not None, "a choosing layer ran at or below"
+            assert choice is not None, "this or an earlier layer chose entries"
             store, entry_idx = cache.main(config.kv_source(self.layer)), choice.entry_idx
         q = linear_fp8(q_latent8, self.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
         ring, before = cache.window(self.layer), inputs.window_before

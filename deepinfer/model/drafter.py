@@ -1,9 +1,10 @@
-"""The draft network: a block of tokens that may follow, guessed at once from what the main network left behind.
+"""The draft network: drafts a block of next tokens at once from outputs of the main network.
 
-The main network's streams of every decided position become one *context row* per draft stage (:meth:`Drafter.commit`).  A draft
-(:meth:`Drafter.draft`) runs one block of ``width`` tokens per request through the stages: the anchor, which is the last emitted
-token and has no context row yet, then noise.  All of a block's tokens see the same keys, the context in front of the anchor and
-the whole block.  A low-rank Markov head then turns the block's outputs into tokens, left to right.
+The main network's streams at every decided position become one *context record* per draft stage (:meth:`Drafter.commit`).  A
+draft (:meth:`Drafter.draft`) runs one block of ``width`` tokens per request through the stages.  The first token of a block is
+the anchor: the last emitted token, which has no context record yet.  The other tokens are noise tokens.  All tokens of a block
+see the same keys: the context before the anchor, and the whole block.  A low-rank Markov head turns the outputs of the block into
+tokens, left to right.
 
 Invariants: a request's results do not depend on the other requests, bit for bit.  A draft writes nothing into the cache.
 """
@@ -31,14 +32,14 @@ from deepinfer.ops.sampling import SamplingRows, is_finite, markov_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """What one block per request brought; draft k = 1, 2, ... stands at index k - 1.
+    """Drafts of all requests; draft k = 1, 2, ... is at index k - 1.
 
     Attributes:
         ids: [num_requests, num_drafts] int64.
-        logits: [num_requests, num_drafts, vocab_size] fp32 (fp64 in the exact regime) what the drafts were drawn from, in mode
-            ``sampled``; None in the others, whose verification does not ask.
-        confidences: [num_requests, num_drafts] same dtype, in [0, 1]: probability that draft k is accepted given that those
-            before it are; NaN if a logit that the draft was drawn from is not finite.
+        logits: [num_requests, num_drafts, vocab_size] fp32 (fp64 in the exact regime), logits that the drafts were drawn from,
+            in mode ``sampled``; None in the other modes, whose verification does not need them.
+        confidences: [num_requests, num_drafts] same dtype, in [0, 1]: probability that draft k is accepted if all drafts
+            before it are accepted; NaN if a logit that the draft was drawn from is not finite.
     """
 
     ids: Tensor
@@ -67,20 +68,20 @@ class Stage:
 
 
 class Drafter:
-    """The draft network.  Holds weights only; context rows are window records of layers ``num_hidden_layers`` + stage.
+    """The draft network.  Holds only weights; context records are window records of layer ``num_hidden_layers`` + stage.
 
     Attributes:
-        width: tokens of a block, which it was trained with; the most drafts there are.
-        taken: names of the checkpoint's tensors that are in use.
+        width: tokens of a block, fixed by training; also the largest number of drafts.
+        taken: names of the checkpoint's tensors that the drafter uses.
     """
 
     def __init__(self, model: Flash, tensors: Mapping[str, Tensor], *, temperatures: tuple[float, ...] | None = None) -> None:
-        """Take the weights out of a checkpoint.
+        """Take the weights from the tensors of a checkpoint.
 
         Args:
-            model: lends its embedding, LM head and rotations, and says where and in which regime to compute.
-            tensors: checkpoint name -> tensor as stored; names outside ``mtp.*`` are left alone.
-            temperatures: of the confidence of draft 1, 2, ..., ``width`` in all; None for 1.
+            model: the main network; the drafter uses its embedding, LM head, rotations, device and dtypes.
+            tensors: checkpoint name -> tensor as stored; tensors outside ``mtp.*`` are not used.
+            temperatures: confidence temperature of each of the ``width`` drafts; None for 1.
         """
         config = model.config
         assert config.num_nextn_predict_layers > 0, "a drafter is built only for a configuration with draft stages"
@@ -92,7 +93,7 @@ class Drafter:
         self.main_proj = parameters.fp8("mtp.0.main_proj")
         self.main_norm = parameters.wide("mtp.0.main_norm.weight")
         self.stages = [Stage(parameters, stage, config) for stage in range(config.num_nextn_predict_layers)]
-        self.wkv = _key_rows(self.stages, config.q_lora_rank, parameters.gemm_dtype)
+        self.wkv = _key_projections(self.stages, config.q_lora_rank, parameters.gemm_dtype)
         self.kv_norms = torch.stack([stage.attention.kv_norm for stage in self.stages])
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         self.norm = parameters.wide(f"{last}.norm.weight")
@@ -102,16 +103,16 @@ class Drafter:
         self.taken = parameters.taken
 
     def commit(self, aux: Tensor, positions: Tensor, slots: Tensor, cache: KVCache) -> None:
-        """Write the context rows of decided positions.
+        """Write the context records of decided positions.
 
         Args:
             aux: [num_rows, num_targets * hidden] of :class:`~deepinfer.model.flash.Outputs`.
             positions: [num_rows] int64 of those rows.
-            slots: [num_rows] int64 of their requests; 0 drops a row.  Rows that are not dropped must not meet in one place of a
-                ring, i.e. have one slot and positions that are equal modulo ``ring_tokens``.
-            cache: window rings of the draft stages are written.
+            slots: [num_rows] int64, slots of their requests; slot 0 drops a row.  No two other rows may have the same slot and
+                positions that are equal modulo ``ring_tokens``.
+            cache: the window rings of the draft stages are written.
 
-        Cost: two FP8 products, one write a stage; no host sync.
+        Cost: two FP8 products, one write for each stage; no host sync.
         """
         model, eps = self._model, self._model.config.rms_norm_eps
         main8 = ops.norm8(linear_fp8(quantise(aux), self.main_proj), self.main_norm, eps)
@@ -133,21 +134,21 @@ class Drafter:
         num_drafts: int,
         cache: KVCache,
     ) -> Drafts:
-        """Guess what follows each request's anchor.
+        """Draft the tokens after each request's anchor.
 
         Args:
             anchors: [num_requests] int64 token ids.
             anchor_positions: [num_requests] int64.
             slots: [num_requests] int64.
-            floors: [num_requests] int64, the first position of each whose context row is valid.
-            rows: how each request is sampled.
+            floors: [num_requests] int64, first position of each request with a valid context record.
+            rows: sampling parameters of each request.
             mode: how drafts are chosen.
-            num_drafts: how many, 1 to ``width``.  The block is as wide as ever: it was trained to look at all of itself.
-            cache: read only.
+            num_drafts: number of drafts, 1 to ``width``.  A block always has ``width`` tokens, as in training.
+            cache: only read.
 
         Source: DSpark paper, draft backbone and Markov head.  Cost: no host sync.
         """
-        assert 1 <= num_drafts <= self.width, f"{num_drafts} drafts are not 1 to {self.width}"
+        assert 1 <= num_drafts <= self.width, f"num_drafts={num_drafts} is not in 1..{self.width}"
         hidden, base_logits = self._run_block(anchors, anchor_positions, slots, floors, num_drafts, cache)
         prev, ids, logits, confidences = anchors, [], [], []
         for number, temperature in enumerate(self._temperatures[:num_drafts]):
@@ -186,7 +187,7 @@ class Drafter:
         embedded = model.embedding[token_ids.flatten()]
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
 
-        # As in Flash: a sublayer's output (delta) is written back by the next pass over the streams.
+        # As in Flash: the next pass over the streams writes a sublayer's output (delta) into them.
         delta, mix = torch.zeros_like(embedded), model.nothing_pending(embedded.shape[0])
         for stage in self.stages:
             hyper = stage.attention_hyper
@@ -208,21 +209,21 @@ class Drafter:
         return hidden.unflatten(0, shape), base_logits.unflatten(0, shape)
 
     def _block_inputs(self, anchor_positions: Tensor, slots: Tensor, floors: Tensor, ring_tokens: int) -> LayerInputs:
-        """What a stage sees of the blocks.
+        """Inputs of the draft stages for the blocks of all requests.
 
-        Rows of ``window_before`` [num_requests * width, sliding_window + width] name the same keys for all tokens of a block, out
-        of the ``sliding_window`` positions before the anchor and of the block itself.  No token of a block outlives the draft, so
-        nothing is written or stored.
+        ``window_before.idx`` [num_requests * width, sliding_window + width] is the same for all tokens of a block: the
+        ``sliding_window`` positions before the anchor, then the block itself.  Nothing is written or stored, because the tokens
+        of a block exist only during the draft.
         """
         device, reach = self._model.device, self._model.config.sliding_window
         num_requests = anchor_positions.shape[0]
         offsets = torch.arange(self.width, device=device)
         requests = torch.arange(num_requests, device=device).unsqueeze(1)
         context = anchor_positions.unsqueeze(1) + torch.arange(-reach, 0, device=device)
-        context_rows = requests * reach + torch.arange(reach, device=device)
-        context_rows = context_rows.masked_fill_(context < floors.clamp_min(0).unsqueeze(1), -1)
-        block_rows = num_requests * reach + requests * self.width + offsets
-        keys = torch.cat([context_rows, block_rows], dim=1)
+        context_idx = requests * reach + torch.arange(reach, device=device)
+        context_idx = context_idx.masked_fill_(context < floors.clamp_min(0).unsqueeze(1), -1)
+        block_idx = num_requests * reach + requests * self.width + offsets
+        keys = torch.cat([context_idx, block_idx], dim=1)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         nowhere = RingRows(rows=nothing, slots=nothing, positions=nothing)
         return LayerInputs(
@@ -242,8 +243,8 @@ class Drafter:
         )
 
 
-def _key_rows(stages: list[Stage], first: int, dtype: torch.dtype) -> PackedWeight:
-    """The key projections of all stages, rows from ``first`` on of each ``wqkv``, stacked: one product makes all context rows."""
+def _key_projections(stages: list[Stage], first: int, dtype: torch.dtype) -> PackedWeight:
+    """Stack the outputs from ``first`` on of each stage's ``wqkv``, so that one product makes the keys of all stages."""
     parts = [unpack(stage.attention.wqkv) for stage in stages]
     codes = torch.cat([codes[first:].view(torch.uint8) for codes, _ in parts]).view(torch.float8_e4m3fn)
     return repack_fp8(codes, torch.cat([scale[first // QUANT_BLOCK :] for _, scale in parts]), dtype)

@@ -1,4 +1,4 @@
-"""Engram: n-gram tables read by hash and injected into the streams before two encoder layers."""
+"""Engram: values of n-gram tables, looked up by hash and added to the streams before two encoder layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deepinfer.ops.quant import linear_fp8
 def engram_multipliers(layer: int, config: ModelConfig) -> tuple[int, ...]:
     """Odd hash multipliers of an Engram layer, one per n-gram position.
 
-    Source: NumPy's default generator seeded 10007 * layer draws from [0, bound), bound such that a product with a compressed id
-    stays below 2^63.
+    Source: NumPy's default generator with seed 10007 * layer draws from [0, bound).  With this bound a product with a compressed
+    id stays below 2^63.
     """
     bound = max(1, ((2**63 - 1) // config.engram_compressed_vocab_size) // 2)
     draws = np.random.default_rng(10007 * layer).integers(0, bound, config.engram_max_ngram_size, dtype=np.int64)
@@ -28,7 +28,7 @@ def engram_multipliers(layer: int, config: ModelConfig) -> tuple[int, ...]:
 
 
 class History:
-    """Each token's last compressed ids, from the step and from the state that earlier steps left."""
+    """Each token's last compressed ids, from the step and from the ring that earlier steps wrote."""
 
     def __init__(self, compression: Tensor, config: ModelConfig) -> None:
         """``compression`` [vocab_size] int64 maps token ids to compressed ids."""
@@ -36,7 +36,7 @@ class History:
         self.image_token_id = config.image_token_id
 
     def __call__(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """[num_tokens, max_ngram] int64 ids at positions t, t-1, …; also remembers what later steps look back on."""
+        """[num_tokens, max_ngram] int64 ids at positions t, t-1, …; also writes the ids that later steps need."""
         ring, before = cache.lookback(), inputs.lookback_before
         inputs.restored.write(ring, self._compressed(inputs.restored_ids).int())
         ids = self._compressed(inputs.token_ids).int()
@@ -71,6 +71,6 @@ class Engram:
 
     def __call__(self, history: Tensor, streams: Tensor, is_image: Tensor) -> Tensor:
         """Streams [num_tokens, n, hidden] with the looked-up values added; ``history`` from :class:`History`."""
-        rows = ops.engram_rows(history, self.multipliers, self.primes, self.offsets, self.pad_class)
-        looked_up = ops.engram_gather(self.codes, self.scale, rows, self.dtype)
+        table_idx = ops.engram_rows(history, self.multipliers, self.primes, self.offsets, self.pad_class)
+        looked_up = ops.engram_gather(self.codes, self.scale, table_idx, self.dtype)
         return ops.engram_gate(linear_fp8(looked_up, self.wkv), streams, self.q_weight, self.k_weight, is_image, self.eps)

@@ -1,8 +1,9 @@
 """START HERE: DeepSeek-V4.1-Flash from embedding to logits.
 
-Forty blocks (``full``), each attention then experts, tied into four residual streams by hyper-connections.  The lower half is the
-encoder: its layers compress the context at ratio 2.  The first decoder layer writes the ratio-1 store that all decoder layers
-read.  Engram adds looked-up n-gram values to the streams before two encoder layers.
+The published model (``full``) has forty blocks.  A block is attention, then experts.  Hyper-connections join both to four
+residual streams.  The first half of the blocks is the encoder: its layers compress the context at ratio 2.  The first decoder
+layer writes the ratio-1 store that all decoder layers read.  Engram adds looked-up n-gram values to the streams before two
+encoder layers.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a step leaves behind, apart from the cache.
+    """Results of a step, apart from what it writes into the cache.
 
     Attributes:
-        hidden: [num_logits, hidden] normed for the LM head, rows as in ``inputs.logit_rows``.
-        aux: [num_decoder_rows, num_targets * hidden] what a drafter reads: the plain mean of the streams that enter each layer of
-            ``dspark_target_layer_ids``, side by side, rows as in ``inputs.decoder``; None for a model without draft stages.
+        hidden: [num_logits, hidden] normed for the LM head, in the order of ``inputs.logit_rows``.
+        aux: [num_decoder_rows, num_targets * hidden] input of the drafter, in the order of ``inputs.decoder``: the mean of the
+            streams that enter each layer of ``dspark_target_layer_ids``, concatenated.  None for a model without draft stages.
 
-    Both in the dtype of activations.
+    Both have the dtype of activations.
     """
 
     hidden: Tensor
@@ -57,16 +58,16 @@ class Outputs:
 
 
 class Flash:
-    """The network.  Holds weights only; all state is in the :class:`KVCache` that a call is given.
+    """The network.  Holds only weights; all state is in the :class:`KVCache` argument of a call.
 
     Attributes:
-        config: its shape.
-        device, dtype: of activations.
-        exact: whether it computes in fp64 without rounding.
+        config: configuration of the model.
+        device, dtype: device and dtype of activations.
+        exact: whether the network computes in fp64 without rounding.
         embedding: [vocab_size, hidden] in the dtype of activations.
-        head: [vocab_size, hidden] of the LM head, wide.
-        plain_frequencies: [rope_dim / 2] wide, of layers without compressed keys.
-        taken: names of the checkpoint's tensors that are in use.
+        head: [vocab_size, hidden] LM head, in the accumulation dtype.
+        plain_frequencies: [rope_dim / 2] rotary frequencies of layers without compressed keys, in the accumulation dtype.
+        taken: names of the checkpoint's tensors that the network uses.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Flash:
         device: torch.device,
         exact: bool = False,
     ) -> None:
-        """Take the weights out of a checkpoint.
+        """Take the weights from the tensors of a checkpoint.
 
         Args:
-            tensors: checkpoint name -> tensor as stored; names of the drafter and the vision tower are left alone.
+            tensors: checkpoint name -> tensor as stored; tensors of the drafter and the vision tower are not used.
             compression: [vocab_size] integer map from token ids to Engram's compressed ids.
             exact: compute in fp64 without rounding (golden values) instead of bf16 with fp32 sums.
         """
@@ -106,7 +107,7 @@ class Flash:
         self.taken = parameters.taken
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """:meth:`run` and :meth:`logits`: [num_logits, vocab_size] fp32 (fp64 in the exact regime)."""
+        """Run one step; returns logits [num_logits, vocab_size] fp32 (fp64 in the exact regime)."""
         return self.logits(self.run(inputs, cache).hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -121,9 +122,9 @@ class Flash:
         """Run one step up to the LM head.
 
         Args:
-            inputs: of the step.
+            inputs: inputs of the step.
             cache: read, and extended by the step's tokens.
-            between_layers: called before each layer, for whoever watches a long step; it changes nothing that the model sees.
+            between_layers: called before each layer, so that a caller can observe a long step; must not change the inputs.
         """
         config = self.config
         embedded = self.embedding[inputs.token_ids]
@@ -132,8 +133,8 @@ class Flash:
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
         history = self.history(inputs, cache)
 
-        # Between sublayers the output of the last one (delta) is not written back yet; the next pass over the streams does it and
-        # collapses them with the same mix.  In front of the first there is nothing to write and copy 0 to take.
+        # The output of a sublayer (delta) is not written into the streams at once.  The next pass over the streams writes it and
+        # collapses the streams with the same mix.  Before the first sublayer delta is 0 and the mix takes copy 0.
         delta, mix = torch.zeros_like(embedded), self.nothing_pending(embedded.shape[0])
         now, rotations = inputs.encoder, self.rotations(inputs.encoder)
         aux = streams.new_empty(inputs.decoder.positions.shape[0], len(self._targets), config.hidden_size)
@@ -147,10 +148,10 @@ class Flash:
                 streams = block.engram(history, ops.mhc_post(streams, delta, mix), now.is_image)
                 collapsed, raw, square_sum = ops.mhc_pre(streams, mix.pre, hyper.fn)
             mix, x, x8 = ops.mhc_finish(raw, square_sum, collapsed, hyper)
-            if block.compressor is not None:  # before the indexer: a token may choose the entry it completes
+            if block.compressor is not None:  # before the indexer, because a token may choose the entry that it completes
                 block.compressor(x, now, cache, rotations)
             if layer == config.num_encoder_layers and inputs.decoder_rows is not None:
-                # Everything that the decoder half remembers for ever is stored; only some rows have to go through it.
+                # The entries of all rows are stored now.  Only the decoder rows need the remaining layers.
                 if not len(inputs.decoder.positions):
                     break
                 kept = inputs.decoder_rows
@@ -172,12 +173,12 @@ class Flash:
         return Outputs(hidden=hidden, aux=aux.flatten(1) if self._targets else None)
 
     def nothing_pending(self, num_tokens: int) -> ops.Mix:
-        """A mix that leaves the streams as they are and collapses to copy 0."""
+        """A mix that does not change the streams and collapses them to copy 0."""
         comb = self._identity.expand(num_tokens, -1, -1)
         return ops.Mix(pre=comb[:, 0], post=torch.zeros_like(comb[:, 0]), comb=comb)
 
     def rotations(self, inputs: LayerInputs) -> Rotations:
-        """Rotations of all that a layer rotates."""
+        """Rotations at the positions of the rows and of their entries."""
         return Rotations(
             plain=ops.Rotation.at(inputs.positions, self.plain_frequencies),
             scaled=ops.Rotation.at(inputs.positions, self._scaled),

@@ -1,14 +1,14 @@
-"""StepInputs: what the model and its layers receive, as arguments.
+"""StepInputs: the arguments of the model and of its layers.
 
-Made once a step from its plan.  All host numbers travel to the device in one copy that nobody waits for (:class:`StepNumbers`);
-everything else is derived from them there.
+They are made once for each step from its plan.  :class:`StepNumbers` puts all numbers that the host knows into one buffer.  One
+asynchronous copy brings the buffer to the device.  All other tensors are derived from it on the device.
 
-The two halves of the network may run over different rows of a step: with bounded replay the decoder half sees only the last
-tokens of a prompt.  So each half has :class:`LayerInputs` of its own, and a step that makes no difference shares one.
+The two halves of the network may process different rows of a step: with bounded replay the decoder half processes only the last
+tokens of a prompt.  So each half has its own :class:`LayerInputs`.  If nothing differs, both halves share one object.
 
-Rows of chunks come first; the host knows them.  Rows of rounds follow; how many each round has, and where they stand, is on the
-device alone (:class:`~deepinfer.ops.sampling.RoundRows`).  The host knows how many they are in all, and rows that no round takes
-belong to page 0 and slot 0.
+Rows of chunks come first; the host knows them.  Rows of rounds follow.  Only the device knows the positions of these rows and how
+many of them each round has (:class:`~deepinfer.ops.sampling.RoundRows`).  The host knows only their total number.  The last of
+them are padding rows, which belong to page 0 and slot 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from deepinfer.ops.sampling import RoundRows
 from deepinfer.step import Chunk, Round, StepPlan
 
 ReplayMode = Literal["compact", "mask"]
-"""How rows in front of a chunk's ``decoder_floor`` are kept out of the decoder half: removed, or computed without window keys."""
-
+"""What the decoder half does with rows before a chunk's ``decoder_floor``: remove them, or compute them without window keys."""
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -43,8 +42,9 @@ class StoreRows:
     """Where the tokens of a step write their compressed entries, for one compress ratio.
 
     Attributes:
-        pages, entries: [num_tokens] int64; page 0 for tokens that complete no entry, or whose entry is stored already.
-        first_positions: [num_tokens] int64, first token position of each token's entry.
+        pages, entries: [num_tokens] int64, page and index in the page; page 0 for a token that completes no entry, or whose entry
+            is stored already.
+        first_positions: [num_tokens] int64, position of the first token of each token's entry.
     """
 
     pages: Tensor
@@ -54,17 +54,17 @@ class StoreRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingRows:
-    """Where the tokens of a step write what must outlive it, for one kind of ring.
+    """Where the tokens of a step write values for later steps, for one kind of ring.
 
-    No two tokens write to the same place, except in slot 0, which drops what is written.
+    No two tokens write to the same place, except in slot 0, which no request reads.
 
-    Order: what a step needs of earlier tokens is gathered (:meth:`PreviousTokens.gather`) before its own tokens are written,
-    because a long chunk overwrites entries that its first tokens look at.  A kernel may do both, in this order.
+    Order: a step gathers the values of earlier tokens (:meth:`PreviousTokens.gather`) before it writes its own, because a long
+    chunk overwrites values that its first tokens read.  A kernel may do both in this order.
 
     Attributes:
         rows: [n] int64, rows of the step.
-        slots: [n] int64, of their requests.
-        positions: [n] int64, of the tokens, modulo the ring's length.
+        slots: [n] int64, slots of their requests.
+        positions: [n] int64, positions of their tokens, modulo the ring's length.
     """
 
     rows: Tensor
@@ -80,13 +80,13 @@ class RingRows:
 class PreviousTokens:
     """Where the tokens of a step find the tokens before them, for one kind of ring.
 
-    Both kinds of places stand in one list: [``reach`` earlier tokens of each request, out of the ring | the step's own tokens].
+    :meth:`gather` makes one list: [``reach`` earlier tokens of each request, from the ring | the step's own tokens].
 
     Attributes:
         slots: [num_requests, 1] int64.
-        positions: [num_requests, reach] int64, of the last tokens before each request's first one in the step, modulo the ring's
-            length.
-        idx: [num_tokens, count] int64 into the list; -1 where there is no such token or it is not to be seen.
+        positions: [num_requests, reach] int64, positions of the last tokens before each request's first token in the step,
+            modulo the ring's length.
+        idx: [num_tokens, count] int64 indices into the list; -1 if the token does not exist or is not visible.
     """
 
     slots: Tensor
@@ -97,28 +97,29 @@ class PreviousTokens:
         """The list that ``idx`` points into: [num_requests * reach + num_tokens, ...].
 
         Args:
-            ring: [num_slots, length, ...], before :meth:`RingRows.write` of this step.
-            own: [num_tokens, ...] of the step, same dtype.
+            ring: [num_slots, length, ...]; :meth:`RingRows.write` of this step comes later.
+            own: [num_tokens, ...] values of the step's tokens, same dtype.
         """
         return torch.cat([ring[self.slots, self.positions].flatten(0, 1), own])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """Some rows of a step, seen by a layer.
+    """Inputs of a layer for some rows of a step.
 
-    Requests are numbered 0 … num_requests-1: those of chunks, then those of rounds, in the order of their rows, and if there are
-    rounds nobody, whom their left-over rows belong to.
+    Requests are numbered 0 … num_requests - 1 in the order of their rows: chunks, then rounds.  With rounds, one extra entry
+    (slot 0, page 0) owns the padding rows.
 
     Attributes:
         positions: [num_tokens] int64.
         is_image: [num_tokens] bool.
-        spans: whose tokens the rows are, as far as the host knows.
-        page_ids: [num_step_pages] int64, the requests' pages one behind the other.
-        window, compressor: where window keys and raw compressor rows are written.
-        window_before: [num_tokens, sliding_window] rows of each token's window keys, itself last; reach sliding_window - 1.
-        compressor_before: [num_tokens, 1] rows of the token before; reach 1.
-        store_rows: compress ratio -> addresses.
+        spans: rows and pages of each request.
+        page_ids: [num_step_pages] int64, pages of all requests, concatenated.
+        window, compressor: where window keys and projections of the compressor are written.
+        window_before: where each token finds its window keys.  ``idx`` is [num_tokens, sliding_window], the token itself last;
+            reach is sliding_window - 1.
+        compressor_before: where each token finds the token before it.  ``idx`` is [num_tokens, 1]; reach is 1.
+        store_rows: compress ratio -> where entries are written.
     """
 
     positions: Tensor
@@ -134,21 +135,22 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step, seen by the model.
+    """Inputs of the model for one step.
 
     Attributes:
         token_ids: [num_tokens] int64.
-        image_rows: [num_image_rows] int64 rows whose embedding comes from the vision tower, or None.
+        image_rows: [num_image_rows] int64, rows whose embedding comes from the vision tower, or None.
         image_embeddings: [num_image_rows, hidden], or None.
-        restored: where the ring of compressed ids gets tokens before the step, which a slot must remember first; its rows are
-            those of ``restored_ids``.
-        restored_ids: [n] int64 their token ids.
-        lookback: where compressed ids are written.
-        lookback_before: [num_tokens, engram_max_ngram_size] rows of each token's last ids, itself first; reach one less.
-        encoder: all rows.
-        decoder: the rows of the decoder half; the same object where there is no difference.
-        decoder_rows: [num_decoder_rows] int64 which rows of the step those are, or None for all.
-        logit_rows: [num_logits] int64 rows of ``decoder`` that need logits.
+        restored: where tokens before the step are first written into the ring of compressed ids, because their slot does not
+            hold them.  Its ``rows`` are indices into ``restored_ids``.
+        restored_ids: [n] int64, token ids of these tokens.
+        lookback: where the step's compressed ids are written.
+        lookback_before: where each token finds its last ids.  ``idx`` is [num_tokens, engram_max_ngram_size], the token itself
+            first; reach is engram_max_ngram_size - 1.
+        encoder: inputs for all rows.
+        decoder: inputs for the rows of the decoder half; the same object if nothing differs.
+        decoder_rows: [num_decoder_rows] int64, rows of the step that the decoder half processes; None if nothing differs.
+        logit_rows: [num_logits] int64, rows of ``decoder`` that need logits.
     """
 
     token_ids: Tensor
@@ -175,17 +177,17 @@ class StepInputs:
         rounds: RoundRows | None = None,
         replay_mode: ReplayMode = "compact",
     ) -> StepInputs:
-        """Inputs of ``plan`` on ``device``: :class:`StepNumbers`, sent and derived."""
+        """Make the inputs of ``plan`` on ``device``, by :class:`StepNumbers`."""
         num_round_rows = 0 if rounds is None else len(rounds.positions)
         numbers = StepNumbers(plan, num_round_rows, config=config, layout=layout, replay_mode=replay_mode)
         return numbers.derive(to_device(numbers.packed, device), rounds, image_features)
 
 
 class StepNumbers:
-    """The host's part of :class:`StepInputs`: all its numbers in one buffer, and the shape of what they stand for.
+    """The host's part of :class:`StepInputs`: all its numbers in one buffer, and the shape of the step.
 
-    Invariant: what :meth:`derive` does is a function of ``shape``.  Two plans of the same shape are the same program on other
-    numbers.
+    Invariant: the operations of :meth:`derive` depend only on ``shape``.  Two plans of the same shape run the same program on
+    different numbers.
 
     Attributes:
         packed: [n] int64 on the host.
@@ -198,8 +200,8 @@ class StepNumbers:
         """Number the rows of ``plan``.
 
         Args:
-            num_round_rows: of the rounds, rows of nobody included.
-            replay_mode: what happens to rows in front of a chunk's decoder floor.
+            num_round_rows: number of rows for rounds, padding rows included.
+            replay_mode: what the decoder half does with rows before a chunk's decoder floor.
         """
         chunks = plan.chunks
         self._config, self._layout, self._chunks, self._has_rounds = config, layout, chunks, bool(plan.rounds)
@@ -216,7 +218,7 @@ class StepNumbers:
 
         others = (plan.rounds, num_round_rows)
         self._encoder = _LayerNumbers(host, "encoder", chunks, *others, is_image, layout, floor=lambda each: each.window_floor)
-        # A floor that lies in front of every window of a chunk neither removes rows nor hides keys.
+        # A floor before every window of a chunk removes no rows and hides no keys.
         reach = config.sliding_window - 1
         requests: tuple[Chunk | Round, ...] = (*chunks, *plan.rounds)
         differs = any(each.decoder_floor > max(each.window_floor, each.start - reach) for each in requests)
@@ -251,63 +253,63 @@ class StepNumbers:
     def derive(
         self, packed: Tensor, rounds: RoundRows | None = None, image_features: Mapping[str, Tensor] | None = None
     ) -> StepInputs:
-        """The inputs on the device of ``packed``.
+        """Make the inputs on the device of ``packed``.
 
         Args:
-            packed: :attr:`packed`, wherever it is needed.
-            rounds: rows of the plan's rounds, if it has any.
+            packed: a copy of :attr:`packed` on the device of the model.
+            rounds: rows of the plan's rounds; None for a plan without rounds.
             image_features: request id -> [num_image_positions, hidden] embeddings of all its image positions, in order.
         """
-        assert (rounds is None) != self._has_rounds, "rounds have rows"
-        there = dict(zip(self._lens, packed.split(list(self._lens.values())), strict=True))
+        assert (rounds is None) != self._has_rounds, "pass the rows of rounds if and only if the plan has rounds"
+        on_device = dict(zip(self._lens, packed.split(list(self._lens.values())), strict=True))
         config, layout = self._config, self._layout
-        tokens = self._encoder.tokens(there, rounds)
-        encoder = decoder = self._encoder.derive(there, tokens, rounds, config, layout)
+        tokens = self._encoder.tokens(on_device, rounds)
+        encoder = decoder = self._encoder.derive(on_device, tokens, rounds, config, layout)
         is_same = self._decoder is self._encoder
         if not is_same:
-            decoder = self._decoder.derive(there, self._decoder.tokens(there, rounds), rounds, config, layout)
-        ids = there["token_ids"]
+            decoder = self._decoder.derive(on_device, self._decoder.tokens(on_device, rounds), rounds, config, layout)
+        ids = on_device["token_ids"]
         if rounds is not None:
             ids = torch.cat([ids, rounds.token_ids])
         image_embeddings = None
         if self._is_image.any():
-            assert image_features is not None, "image positions have features"
+            assert image_features is not None, "image positions need image_features"
             image_embeddings = _image_embeddings(self._chunks, self._is_image, image_features)
         return StepInputs(
             token_ids=ids,
-            image_rows=there["image_rows"] if image_embeddings is not None else None,
+            image_rows=on_device["image_rows"] if image_embeddings is not None else None,
             image_embeddings=image_embeddings,
             restored=RingRows(
-                rows=torch.arange(len(there["restored_ids"]), device=packed.device),
-                slots=there["restored_slots"],
-                positions=there["restored_positions"] % layout.lookback_ring,
+                rows=torch.arange(len(on_device["restored_ids"]), device=packed.device),
+                slots=on_device["restored_slots"],
+                positions=on_device["restored_positions"] % layout.lookback_ring,
             ),
-            restored_ids=there["restored_ids"],
-            lookback=tokens.kept(there["lookback_rows"], layout.lookback_ring),
+            restored_ids=on_device["restored_ids"],
+            lookback=tokens.kept(on_device["lookback_rows"], layout.lookback_ring),
             lookback_before=tokens.before(range(0, -config.engram_max_ngram_size, -1), layout.lookback_ring),
             encoder=encoder,
             decoder=decoder,
-            decoder_rows=None if is_same else there["decoder_rows"],
-            logit_rows=there["logit_rows"],
+            decoder_rows=None if is_same else on_device["decoder_rows"],
+            logit_rows=on_device["logit_rows"],
         )
 
 
 class _Transfer(dict[str, npt.ArrayLike]):
-    """Named lists of integers that cross to the device together."""
+    """Named lists of integers that are copied to the device together."""
 
     def pack(self) -> tuple[Tensor, dict[str, int]]:
-        """All in one buffer [n] int64, one behind the other, and how many each name has."""
+        """All lists concatenated in one buffer [n] int64, and the length of each list by name."""
         arrays = {name: np.asarray(values, dtype=np.int64) for name, values in self.items()}
         return torch.from_numpy(np.concatenate(list(arrays.values()))), {name: len(array) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Whose tokens some rows of a step are, on the device.
+    """Positions and requests of some rows of a step, on the device.
 
     Attributes:
-        positions, requests: [num_tokens] int64.
-        slots, starts, first_rows: [num_requests] int64; the first row of each request among these rows.
+        positions, requests: [num_tokens] int64, position and request number of each row.
+        slots, starts, first_rows: [num_requests] int64, slot, first position and first row of each request.
     """
 
     positions: Tensor
@@ -317,14 +319,14 @@ class _Tokens:
     first_rows: Tensor
 
     def kept(self, rows: Tensor, length: int) -> RingRows:
-        """Where ``rows`` [n] int64 are written into rings of ``length`` entries."""
+        """Where the values of ``rows`` [n] int64 are written into rings of ``length`` entries."""
         return RingRows(rows=rows, slots=self.slots[self.requests[rows]], positions=self.positions[rows] % length)
 
     def before(self, offsets: range, length: int, floors: Tensor | None = None) -> PreviousTokens:
-        """Where each token finds the tokens at ``offsets`` from it (0 is itself), out of rings of ``length`` entries.
+        """Where each token finds the tokens at ``offsets`` from it (0 is itself), with rings of ``length`` entries.
 
         Args:
-            floors: [num_requests] int64, the first position that a request's tokens see; None for 0.
+            floors: [num_requests] int64, first position that is visible to a request's tokens; None for 0.
         """
         reach, device = -min(offsets), self.positions.device
         start, first = (each[self.requests].unsqueeze(1) for each in (self.starts, self.first_rows))
@@ -340,7 +342,7 @@ class _Tokens:
 
 
 class _LayerNumbers:
-    """The host's part of :class:`LayerInputs`: puts its numbers into a transfer, then derives the rest from what arrived."""
+    """The host's part of :class:`LayerInputs`: adds its numbers to a transfer, and derives the inputs from their copy."""
 
     def __init__(
         self,
@@ -361,20 +363,20 @@ class _LayerNumbers:
         self.round_pages = tuple(len(each.page_ids) for each in rounds)
         self._name = name
         requests: tuple[Chunk | Round, ...] = (*self.chunks, *rounds)
-        nobody = [0] if rounds else []
-        nobodys_page = [[0]] if rounds else []
+        padding = [0] if rounds else []
+        padding_page = [[0]] if rounds else []
         round_ends = num_pages + np.cumsum([0, *self.round_pages])
         columns: dict[str, list[npt.ArrayLike]] = {
             "positions": [np.arange(chunk.start, chunk.end) for chunk in self.chunks],
             "requests": [np.full(span.num_rows, number) for number, span in enumerate(spans)],
             "is_image": [is_image, np.zeros(num_round_rows)],
-            "slots": [[each.slot for each in requests], nobody],
+            "slots": [[each.slot for each in requests], padding],
             "starts": [[chunk.start for chunk in self.chunks]],
             "first_rows": [[span.first_row for span in spans]],
             "first_pages": [[span.first_page for span in spans], round_ends if rounds else []],
-            "window_floors": [[floor(each) for each in requests], nobody],
-            "write_floors": [[chunk.write_floor for chunk in self.chunks], [0] * len(rounds), nobody],
-            "page_ids": [*(each.page_ids for each in requests), *nobodys_page],
+            "window_floors": [[floor(each) for each in requests], padding],
+            "write_floors": [[chunk.write_floor for chunk in self.chunks], [0] * len(rounds), padding],
+            "page_ids": [*(each.page_ids for each in requests), *padding_page],
             "ring_rows": [_tails(spans, layout.ring_tokens, num_round_rows)],
             "compressor_rows": [_tails(spans, layout.compressor_ring, num_round_rows)],
         }
@@ -383,29 +385,29 @@ class _LayerNumbers:
 
     @property
     def shape(self) -> Hashable:
-        """What :meth:`derive` depends on, apart from numbers."""
+        """Shape of these rows: the operations of :meth:`derive` depend only on it."""
         return self.chunk_spans, self.round_pages, self.num_chunk_rows
 
-    def _column(self, there: Mapping[str, Tensor], name: str) -> Tensor:
-        return there[f"{self._name}.{name}"]
+    def _column(self, on_device: Mapping[str, Tensor], name: str) -> Tensor:
+        return on_device[f"{self._name}.{name}"]
 
-    def tokens(self, there: Mapping[str, Tensor], rounds: RoundRows | None) -> _Tokens:
-        """Whose tokens the rows are, those of rounds included."""
+    def tokens(self, on_device: Mapping[str, Tensor], rounds: RoundRows | None) -> _Tokens:
+        """Positions and requests of the rows, with the rows of rounds."""
         names = ("positions", "requests", "slots", "starts", "first_rows")
-        positions, requests, slots, starts, first_rows = (self._column(there, name) for name in names)
+        positions, requests, slots, starts, first_rows = (self._column(on_device, name) for name in names)
         if rounds is not None:
-            nobody = starts.new_zeros(1)
+            padding = starts.new_zeros(1)
             positions = torch.cat([positions, rounds.positions])
             requests = torch.cat([requests, len(self.chunks) + rounds.owners])
-            starts = torch.cat([starts, rounds.starts, nobody])
-            first_rows = torch.cat([first_rows, self.num_chunk_rows + rounds.first_rows, nobody])
+            starts = torch.cat([starts, rounds.starts, padding])
+            first_rows = torch.cat([first_rows, self.num_chunk_rows + rounds.first_rows, padding])
         return _Tokens(positions=positions, requests=requests, slots=slots, starts=starts, first_rows=first_rows)
 
     def derive(
-        self, there: Mapping[str, Tensor], tokens: _Tokens, rounds: RoundRows | None, config: ModelConfig, layout: KVLayout
+        self, on_device: Mapping[str, Tensor], tokens: _Tokens, rounds: RoundRows | None, config: ModelConfig, layout: KVLayout
     ) -> LayerInputs:
-        """The inputs of these rows, whose ``tokens`` are those of :meth:`tokens`."""
-        column = partial(self._column, there)
+        """Make the inputs of these rows; ``tokens`` is the result of :meth:`tokens`."""
+        column = partial(self._column, on_device)
         positions, requests, page_ids = tokens.positions, tokens.requests, column("page_ids")
         round_rows = positions.new_empty(0, 0)
         if rounds is not None:
@@ -456,7 +458,7 @@ def _spans(chunks: Sequence[Chunk], layout: KVLayout) -> tuple[Span, ...]:
 
 
 def _tails(spans: Sequence[Span], length: int, num_round_rows: int) -> npt.NDArray[np.int64]:
-    """Rows of the last ``length`` tokens of each chunk, and all of the rounds: what a ring of that length keeps."""
+    """Rows that a ring of ``length`` entries keeps: the last ``length`` tokens of each chunk, and all rows of rounds."""
     ends = [(span.first_row + span.num_rows, min(length, span.num_rows)) for span in spans]
     num_chunk_rows = ends[-1][0] if ends else 0
     rounds = np.arange(num_chunk_rows, num_chunk_rows + num_round_rows)
@@ -464,13 +466,13 @@ def _tails(spans: Sequence[Span], length: int, num_round_rows: int) -> npt.NDArr
 
 
 def _from(chunk: Chunk, floor: int) -> Chunk:
-    """The part of a chunk at and behind ``floor``."""
+    """The part of a chunk from position ``floor`` on."""
     skipped = max(0, floor - chunk.start)
     return dataclasses.replace(chunk, start=chunk.start + skipped, token_ids=chunk.token_ids[skipped:])
 
 
 def _image_embeddings(chunks: Sequence[Chunk], is_image: npt.NDArray[np.bool_], features: Mapping[str, Tensor]) -> Tensor:
-    """[num_image_rows, hidden]: the part of each request's features that its chunk shows."""
+    """[num_image_rows, hidden]: of each request's features those at the image positions of its chunk."""
     parts, row = [], 0
     for chunk in chunks:
         count = int(is_image[row : row + len(chunk.token_ids)].sum())

@@ -1,7 +1,7 @@
-"""What a model weighs: parameters by component, memory of a rank, state of a request, and what a directory on disk holds.
+"""Sizes of a model: parameters by component, memory of a rank, state of a request, and contents of a model directory.
 
-Owns the numbers of ``deepinfer inspect``.  Everything but :func:`verify_directory` is a pure function of the configuration;
-:func:`verify_directory` reads headers only.  No tensor is made.
+Owns the numbers of ``deepinfer inspect``.  :func:`verify_directory` reads headers of files.  All other functions depend only on
+the configuration.  No function makes a tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from deepinfer.model.checkpoint.table import Component, TensorSpec, check_ranks,
 
 GIB = 1 << 30
 STATE_RESERVE_BYTES = 8 * GIB
-"""Left free on a GPU besides weights and KV: scratch of attention and MoE 1.7, dispatch slots, logits and index scores 0.6,
-graphs and allocator slack 3 to 5 GiB, rounded up: an estimate for a rank at the published dimensions, chunks of 16k tokens."""
+"""Memory of a GPU that is kept free for other uses than weights and KV.
+
+An estimate for a rank at the published dimensions with chunks of 16k tokens: 1.7 GiB for scratch of attention and MoE; 0.6 GiB
+for dispatch slots, logits and index scores; 3 to 5 GiB for graphs and allocator slack; the sum is rounded up."""
 
 _EP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -32,7 +34,7 @@ _EP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentSize:
-    """One row of the parameter inventory; parameters exclude scales, bytes include them."""
+    """One line of the parameter inventory; parameters exclude scales, bytes include them."""
 
     component: Component
     num_tensors: int
@@ -44,7 +46,7 @@ class ComponentSize:
 def component_sizes(config: ModelConfig) -> tuple[ComponentSize, ...]:
     """Tensors, parameters and bytes by component, in order of first appearance.
 
-    Source: the published checkpoint's tensor inventory; its backbone is all but n-gram tables, drafter and vision.
+    Source: the published checkpoint's tensor inventory; its backbone is everything except n-gram tables, drafter and vision.
     """
     tensors: Counter[Component] = Counter()
     parameters: Counter[Component] = Counter()
@@ -69,12 +71,12 @@ def component_sizes(config: ModelConfig) -> tuple[ComponentSize, ...]:
 
 
 def _layout(config: ModelConfig) -> KVLayout:
-    """The caches' own layout with room for a whole draft, so that the report cannot disagree with what is allocated."""
+    """The layout that the caches use, with room for a whole draft; so the report agrees with the allocation."""
     return KVLayout(config, max_drafts=config.dspark_block_size)
 
 
 def kv_token_bytes(config: ModelConfig) -> float:
-    """Whole-context bytes a token costs, averaged over a compression group; 890 for the published model.
+    """Bytes of compressed entries and index keys per token, averaged over a compression group; 890 for the published model.
 
     For every store: (main record + index record) / ratio.  Source: ``kv_source_layer_ids`` and ``compress_ratios``.
     """
@@ -84,14 +86,14 @@ def kv_token_bytes(config: ModelConfig) -> float:
 def window_state_bytes(config: ModelConfig) -> int:
     """Window keys of one request, draft layers included; 43 x 134 x 528 bytes for the published model.
 
-    A layer keeps its window, a whole draft and the bonus token: ``sliding_window`` + ``dspark_block_size`` + 1.
+    A layer stores ``sliding_window`` + ``dspark_block_size`` + 1 keys: the window, a whole draft and the bonus token.
     """
     layout = _layout(config)
     return len(layout.windows) * layout.ring_tokens * layout.records.window
 
 
 def request_bytes(config: ModelConfig, context_tokens: int) -> int:
-    """KV of one request with ``context_tokens`` tokens: complete compression groups, and its windows; padding apart."""
+    """KV of one request with ``context_tokens`` tokens: entries of complete compression groups, and windows; without padding."""
     records = _layout(config).records
     entries = sum(context_tokens // config.ratio(source) for source in config.kv_source_layer_ids)
     return entries * (records.main + records.index_values + records.index_scales) + window_state_bytes(config)
@@ -113,7 +115,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it; ranks that serve no images save ``vision``."""
+        """Sum of all parts; a rank that serves no images does not need ``vision``."""
         return self.experts + self.dense + self.embedding_and_head + self.draft + self.engram_tables + self.vision
 
 
@@ -127,22 +129,22 @@ _GROUPS: dict[Component, str] = {
 }
 
 
-@lru_cache(maxsize=4)  # reports ask for many rank counts of one model
+@lru_cache(maxsize=4)  # a report computes many rank counts for one model
 def _one_expert_each(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    """The table with the first expert of every layer only: a layer's experts are alike."""
+    """The table with only the first expert of every layer; all experts of a layer have the same shapes."""
     return tuple(spec for spec in tensor_specs(config) if spec.expert_id == 0)
 
 
 def rank_memory(config: ModelConfig, ep_size: int, spare_experts: int = 0) -> RankMemory:
-    """Bytes of weights one rank holds.
+    """Bytes of weights that one rank holds.
 
     Args:
         config: the model's configuration.
         ep_size: ranks that share experts and table rows.
-        spare_experts: copies of routed experts per layer over all ranks; draft layers have none.
+        spare_experts: additional copies of routed experts per layer, summed over all ranks; draft layers have none.
 
     Raises:
-        ConfigError: the experts do not spread evenly.
+        ConfigError: ``ep_size`` does not divide the number of experts.
     """
     check_ranks(config, ep_size, spare_experts)
     groups: dict[str, int] = dict.fromkeys(("experts", "dense", *_GROUPS.values()), 0)
@@ -156,13 +158,13 @@ def rank_memory(config: ModelConfig, ep_size: int, spare_experts: int = 0) -> Ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one rank of an expert-parallel group would hold.
+    """Memory that one rank of an expert-parallel group needs.
 
     Attributes:
         ep_size: ranks in the group.
         weights: bytes of weights.
-        kv_bytes: of the rank's own requests.
-        total_bytes: weights, KV and the reserve.
+        kv_bytes: bytes of KV of the rank's own requests.
+        total_bytes: sum of weights, KV and the reserve.
         is_fitting: whether the total fits on the GPU.
     """
 
@@ -174,7 +176,7 @@ class RankPlan:
 
 
 def rank_plans(config: ModelConfig, *, num_requests: int, context_tokens: int, gpu_gib: float) -> tuple[RankPlan, ...]:
-    """Memory of a rank for 1, 2, 4, … 64 ranks, as far as the experts divide.
+    """Memory of a rank for 1, 2, 4, … 64 ranks, without those numbers that do not divide the experts.
 
     Args:
         config: the model's configuration.
@@ -183,11 +185,13 @@ def rank_plans(config: ModelConfig, *, num_requests: int, context_tokens: int, g
         gpu_gib: usable GiB of one GPU.
 
     Raises:
-        ConfigError: an argument is no sensible size.
+        ConfigError: an argument is out of range.
     """
     if num_requests < 0 or context_tokens < 0 or gpu_gib <= 0:
         found = f"num_requests={num_requests}, context_tokens={context_tokens}, gpu_gib={gpu_gib}"
-        raise ConfigError(f"{found} describe no load; expected counts of at least 0 and a positive memory; correct the arguments")
+        raise ConfigError(
+            f"{found} are not a valid load; expected counts of at least 0 and a positive memory; correct the arguments"
+        )
     if context_tokens > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise ConfigError(f"context_tokens={context_tokens} exceeds the model's limit of {limit}; ask for a shorter context")
@@ -197,7 +201,7 @@ def rank_plans(config: ModelConfig, *, num_requests: int, context_tokens: int, g
         try:
             check_ranks(config, ep_size)
         except ConfigError:
-            continue  # so many ranks cannot share the experts: no row, by the definition above
+            continue  # this number of ranks does not divide the experts
         weights = rank_memory(config, ep_size)
         total = weights.total + kv_bytes + STATE_RESERVE_BYTES
         plans.append(
@@ -217,12 +221,12 @@ def rank_plans(config: ModelConfig, *, num_requests: int, context_tokens: int, g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryReport:
-    """What the headers of a model directory say.
+    """Comparison of a model directory's headers with its configuration.
 
     Attributes:
         config: read from its ``config.json``.
-        num_shards, num_tensors, num_bytes: found; bytes of tensor data.
-        expected_tensors, expected_bytes: of the configuration.
+        num_shards, num_tensors, num_bytes: found in the directory; bytes of tensor data.
+        expected_tensors, expected_bytes: required by the configuration.
         dtype_counts: tensors by stored dtype, most frequent first.
         problems: one line per kind of damage; empty when sound.
     """
@@ -238,7 +242,7 @@ class DirectoryReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the headers hold exactly what the configuration promises."""
+        """Whether the headers hold exactly the tensors that the configuration requires."""
         return not self.problems
 
 
@@ -247,7 +251,7 @@ def verify_directory(model_dir: Path) -> DirectoryReport:
 
     Raises:
         ConfigError: ``config.json`` is not usable.
-        CheckpointError: there is no shard.  Damaged shards are reported, not raised.
+        CheckpointError: the directory has no shard.  Damaged shards are in the report.
     """
     config = load_config(model_dir)
     scan = scan_checkpoint(model_dir, config)
@@ -325,7 +329,7 @@ def render_inventory(config: ModelConfig, *, num_requests: int, context_tokens: 
         gpu_gib: usable GiB of one GPU.
 
     Raises:
-        ConfigError: an argument is no sensible size.
+        ConfigError: an argument is out of range.
     """
     plans = rank_plans(config, num_requests=num_requests, context_tokens=context_tokens, gpu_gib=gpu_gib)
     fitting = ", ".join(f"EP{plan.ep_size}" for plan in plans if plan.is_fitting) or "none of these sizes"

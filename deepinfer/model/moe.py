@@ -25,7 +25,7 @@ class MoE:
     ) -> None:
         """Weights ``{prefix}.*`` (``layers.N.ffn``): ``num_experts`` routed experts, of which a token takes ``top_k``.
 
-        Without ``has_image_bias`` the checkpoint's bias for image positions is left unused, and all positions are routed alike.
+        Without ``has_image_bias`` the checkpoint's bias for image positions is not used; all positions use the other bias.
         """
         self.config = config
         self.num_experts = num_experts
@@ -46,7 +46,8 @@ class MoE:
         """Route and compute.
 
         Args:
-            x: [num_tokens, hidden] normed input; x8 the same, quantised.
+            x: [num_tokens, hidden] normed input.
+            x8: the same, quantised.
             is_image: [num_tokens] bool.
 
         Returns:

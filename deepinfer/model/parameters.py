@@ -1,4 +1,7 @@
-"""From checkpoint tensors to what the operators take: upcast, packed, on the device, each tensor used once."""
+"""Checkpoint tensors -> arguments of operators: upcast or packed, on the device.
+
+Invariant: each tensor is used once.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from deepinfer.ops.quant import PackedWeight
 
 @dataclass(kw_only=True)
 class Parameters:
-    """Hands out a checkpoint's tensors.
+    """Gives a checkpoint's tensors to the modules of the network.
 
     Attributes:
         tensors: checkpoint name -> tensor as stored.
         device: where the model runs.
-        exact: the fp64 regime of golden values instead of bf16 activations with fp32 sums.
-        taken: names handed out so far.
+        exact: compute in fp64 without rounding (golden values) instead of bf16 activations with fp32 sums.
+        taken: names of the tensors that were taken so far.
     """
 
     tensors: Mapping[str, Tensor]
@@ -32,17 +35,17 @@ class Parameters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         return torch.float64 if self.exact else torch.bfloat16
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """Of sums, statistics and unquantised weights."""
+        """Dtype of sums, statistics and unquantised weights."""
         return torch.float64 if self.exact else torch.float32
 
     @property
     def gemm_dtype(self) -> torch.dtype:
-        """Of dequantised weights."""
+        """Dtype of dequantised weights."""
         return torch.float64 if self.exact else arithmetic.gemm_dtype(self.device)
 
     def stored(self, name: str) -> Tensor:
@@ -52,7 +55,7 @@ class Parameters:
         return self.tensors[name].to(self.device)
 
     def ignore(self, name: str) -> None:
-        """Count a tensor that the checkpoint has and the model does not use as handed out."""
+        """Mark a tensor as taken although the model does not use it."""
         assert name in self.tensors, f"{name} is not in the checkpoint"
         assert name not in self.taken, f"{name} is used twice"
         self.taken.add(name)
@@ -66,7 +69,7 @@ class Parameters:
         return self.stored(name).to(self.dtype)
 
     def fp8(self, *names: str) -> PackedWeight:
-        """FP8 matrices, stacked along their outputs; all but the last have a multiple of 32 outputs."""
+        """FP8 matrices, stacked along their outputs; every matrix except the last must have a multiple of 32 outputs."""
         codes = torch.cat([self.stored(f"{name}.weight").view(torch.uint8) for name in names]).view(torch.float8_e4m3fn)
         scale = torch.cat([self.stored(f"{name}.scale") for name in names])
         return quant.repack_fp8(codes, scale, self.gemm_dtype)
@@ -81,7 +84,7 @@ class Parameters:
     def hyper(self, prefix: str, sublayer: str, config: ModelConfig) -> HyperWeights:
         """Hyper-connection weights and norm of ``sublayer`` (``attn`` or ``ffn``) of the block ``prefix``."""
         n = config.hc_mult
-        counts = torch.tensor([n, n, n * n], device=self.device)  # of raw numbers that share a scale
+        counts = torch.tensor([n, n, n * n], device=self.device)  # raw numbers for each scale of the checkpoint
         return HyperWeights(
             fn=self.wide(f"{prefix}.hc_{sublayer}_fn"),
             base=self.wide(f"{prefix}.hc_{sublayer}_base"),

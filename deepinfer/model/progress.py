@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar where somebody watches a terminal, nothing in logs."""
+"""Progress bars of long operations; shown only on a terminal, never in logs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 
 def progress_bar(total: int | None, *, unit: str, desc: str, shown: bool = True) -> tqdm[Any]:
-    """A bar on stderr that counts up to ``total``, to be used with ``with``; bytes (unit ``B``) are scaled.
+    """A bar on stderr that counts up to ``total``; a context manager.  Bytes (unit ``B``) are shown with prefixes.
 
-    A bar redraws its line with carriage returns, which fill a log, so there is none unless stderr is a terminal.
+    A bar redraws its line with carriage returns, which would fill a log.  So it is disabled unless stderr is a terminal.
     """
     is_watched = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
     is_bytes = unit == "B"

@@ -1,7 +1,7 @@
-"""The vision tower: pixels of one picture to the rows that stand at its positions.
+"""The vision tower: pixels of one picture -> embeddings of its positions.
 
-Owns the weights of tower and aligner and the three learned vectors around image rows.  Pictures are encoded one at a time, so
-that a picture's rows depend on nothing else and can be computed on another machine, cached and shared.
+Owns the weights of the tower and the aligner, and the learned vectors for start, newline and end of a picture.  Pictures are
+encoded one at a time.  So the embeddings of a picture depend on no other picture, and they can be cached and shared.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from deepinfer.ops.arithmetic import rms_norm
 class VisionTower:
     """Encodes pictures.
 
-    Invariant: weights never change after construction; what a picture is encoded to is a function of its pixels alone.
+    Invariant: weights never change after construction; the embeddings of a picture depend only on its pixels.
 
     Attributes:
-        config: the tower's shape.
-        device, dtype: of weights and results.
-        taken: names of the checkpoint's tensors that are in use.
+        config: ``vision`` section of the configuration.
+        device, dtype: device and dtype of weights and results.
+        taken: names of the checkpoint's tensors that the tower uses.
     """
 
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, Tensor], *, device: torch.device | None = None, exact: bool = False
     ) -> None:
-        """Take the tower's weights out of a checkpoint.
+        """Take the tower's weights from the tensors of a checkpoint.
 
         Args:
-            config: with a ``vision`` section.
-            tensors: checkpoint name -> tensor as stored, checked against the configuration by whoever read them; names of other
-                parts are left alone.
-            device: where to compute; None for where the tensors are.
+            config: configuration with a ``vision`` section.
+            tensors: checkpoint name -> tensor as stored; the reader has checked them.  Tensors of other parts are not used.
+            device: where to compute; None for the device of the tensors.
             exact: compute in fp64 without rounding instead of bf16 with fp32 sums.
 
         Source: the published checkpoint's tensor inventory, for the names.
@@ -75,7 +74,7 @@ class VisionTower:
         self.taken = parameters.taken
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Rows for the IMAGE positions of one picture.
+        """Embeddings of the IMAGE positions of one picture.
 
         Args:
             pixels: [3, height, width] float in [-1, 1]; sides are multiples of ``patch_size`` (images.prepare_pixels).
@@ -97,7 +96,7 @@ class VisionTower:
         return vision.aligner(joined, *self.aligner)
 
     def span(self, pixels: Tensor, tokens_w: int) -> Tensor:
-        """Rows for all positions of one picture's span, as ``images.span_roles`` orders them.
+        """Embeddings of all positions of one picture's span, in the order of ``images.span_roles``.
 
         Args:
             pixels: as for :meth:`encode`.
@@ -108,7 +107,7 @@ class VisionTower:
 
         Source: model report, vision section; ``image_start``, ``image_newline``, ``image_end`` of the published checkpoint.
         """
-        rows = self.encode(pixels)
-        grid = rows.view(rows.shape[0] // tokens_w, tokens_w, -1)
+        embeddings = self.encode(pixels)
+        grid = embeddings.view(embeddings.shape[0] // tokens_w, tokens_w, -1)
         lines = torch.cat([grid, self.newline.expand(grid.shape[0], 1, -1)], dim=1).flatten(0, 1)
         return torch.cat([self.start[None], lines, self.end[None]])

@@ -1,1 +1,1 @@
-"""The published checkpoint: what a model directory holds, how it is read and written, and random weights for one."""
+"""The published checkpoint format: the table of tensors, the reader, the writer, and random weights."""

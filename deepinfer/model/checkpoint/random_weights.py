@@ -1,4 +1,4 @@
-"""Weights for tests and for the small model: the table's tensors from a seed or from a hash of their names."""
+"""Random weights for tests and for the small model: from a seed, or from a hash of names and indices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deepinfer.ops.quant import pack_fp4, pack_fp8, pack_table
 _CHUNK_VALUES = 1 << 22
 
 Values = Callable[[int, int], Tensor]
-"""(first flat index, count) -> [count] fp32 values of a tensor; asked for in ascending order."""
+"""(first flat index, count) -> [count] fp32 values of a tensor; calls come in ascending order."""
 
 
 def _encode(spec: TensorSpec, values: Values) -> tuple[Tensor, ...]:
-    """A tensor in its stored format, made in chunks of whole quantisation blocks: (plain,) or (codes, scale)."""
+    """Encode a tensor as stored, in chunks of whole quantisation blocks; returns (plain,) or (codes, scale)."""
     width = spec.num_parameters // spec.shape[0]
     step = max(1, _CHUNK_VALUES // (width * QUANT_BLOCK)) * QUANT_BLOCK
     parts: list[tuple[Tensor, ...]] = []
@@ -44,9 +44,9 @@ def _seeded(config: ModelConfig, values_of: Callable[[TensorSpec], Values]) -> I
 
 
 def random_tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Random weights of every tensor, encoded as stored; normal, with the means and variances of the table.
+    """Yield every tensor with random weights, encoded as stored: normal, with the means and variances of the table.
 
-    A tensor depends on (seed, name, shape) alone, so that taking some of them or another order changes nothing.
+    A tensor depends only on (seed, name, shape), not on the other tensors or their order.
     """
 
     def values_of(spec: TensorSpec) -> Values:
@@ -64,11 +64,11 @@ def random_tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor
 def hashed_uniform(name: str, count: int, start: int = 0) -> Tensor:
     """Values u of flat indices start, …, start + count - 1 of the tensor ``name``: [count] fp64 in [-1/2, 1/2).
 
-    u_i = h(((i + 1) * 2654435761 + crc32(name)) mod 2^32) / 2^32 - 1/2, h a bijection of 32-bit words: two xor-shift-multiply
-    rounds and a last xor-shift.
+    u_i = h(((i + 1) * 2654435761 + crc32(name)) mod 2^32) / 2^32 - 1/2, h is a bijection of 32-bit words: twice
+    xor-shift and multiply, then one xor-shift.
     """
     mask = 0xFFFFFFFF
-    # int64 products may wrap; their low 32 bits, all that is kept, are right nevertheless.
+    # int64 products may wrap.  Only their low 32 bits are used, and these are right.
     x = (torch.arange(start + 1, start + count + 1) * 2654435761 + zlib.crc32(name.encode("ascii"))) & mask
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & mask
@@ -76,7 +76,7 @@ def hashed_uniform(name: str, count: int, start: int = 0) -> Tensor:
 
 
 def hashed_tensors(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The golden weights of every tensor, encoded as stored; no random generator is involved.
+    """Yield every tensor with golden weights, encoded as stored; no random generator is used.
 
     w = mean + spread * :func:`hashed_uniform`, rounded to fp32 before it is stored.
     """

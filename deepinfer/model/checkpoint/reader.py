@@ -1,10 +1,10 @@
-"""Model directory -> tensors: compares all headers with the table, then loads what one rank holds.
+"""Model directory -> tensors: checks all headers against the table, then loads the tensors of one rank.
 
-Invariant: a directory is read only if its headers agree with :func:`tensor_table` name for name, shape for shape, dtype for
-dtype; nothing is skipped, guessed or converted.
+Invariant: a directory is read only if its headers hold exactly the names, shapes and dtypes of :func:`tensor_table`.  No tensor
+is skipped or converted.
 
-Place in the flow: the worker calls :func:`read_checkpoint` once; the network's modules take their tensors out of the result by
-the names of the table.
+Place in the flow: the worker calls :func:`read_checkpoint` once.  The modules of the network take their tensors from the result
+by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies: ``num_bytes`` bytes from ``offset`` in ``shard``."""
+    """Place of one tensor: ``num_bytes`` bytes from ``offset`` on in the file ``shard``."""
 
     shard: Path
     offset: int
@@ -44,12 +44,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointScan:
-    """What the headers of a model directory say.
+    """Result of reading the headers of a model directory.
 
     Attributes:
-        shards: the safetensors files, by name.
-        tensors: by name without prefix; of a duplicate the first.
-        problems: kind of damage -> one entry a case; empty for a sound checkpoint.
+        shards: the safetensors files, sorted by name.
+        tensors: name without prefix -> place; the first place if a name occurs twice.
+        problems: kind of problem -> one text for each case; empty for a sound checkpoint.
     """
 
     shards: tuple[Path, ...]
@@ -57,7 +57,7 @@ class CheckpointScan:
     problems: dict[str, list[str]] = field(default_factory=dict)
 
     def describe_problems(self) -> str:
-        """One line per kind of problem: how many, and the first few."""
+        """One line for each kind of problem: the number of cases, and the first cases."""
         lines = []
         for kind, cases in self.problems.items():
             more = f"; and {len(cases) - MAX_LISTED} more" if len(cases) > MAX_LISTED else ""
@@ -87,7 +87,7 @@ def _read_header(shard: Path) -> tuple[list[tuple[str, Any]], int, int]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with its keys as written: a dict would hide a repeated name."""
+    """A JSON object as a list of pairs; a dict would hide a repeated name."""
 
 
 def _stored(shard: Path, name: str, entry: object, data_start: int) -> StoredTensor:
@@ -103,7 +103,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _scan_shard(shard: Path, scan: CheckpointScan) -> None:
-    """Add a shard's tensors to the scan, and what is wrong with the file itself."""
+    """Add a shard's tensors and the problems of the file to the scan."""
     try:
         pairs, data_start, size = _read_header(shard)
         stored = [(name, _stored(shard, name, entry, data_start)) for name, entry in pairs]
@@ -131,7 +131,7 @@ def _scan_shard(shard: Path, scan: CheckpointScan) -> None:
 
 
 def _scan_index(model_dir: Path, scan: CheckpointScan) -> None:
-    """Compare the index, where there is one, with the shards."""
+    """Compare the index with the shards, if the directory has an index."""
     path = model_dir / INDEX_NAME
     if not path.exists():
         return
@@ -163,10 +163,10 @@ def _compare(name: str, spec: TensorSpec, stored: StoredTensor) -> tuple[str, st
 
 
 def scan_checkpoint(model_dir: Path, config: ModelConfig) -> CheckpointScan:
-    """Read all headers of a model directory and compare them with the table; no tensor data is touched.
+    """Read all headers of a model directory and compare them with the table; no tensor data is read.
 
     Raises:
-        CheckpointError: the directory holds no safetensors file at all.  Other damage is returned, not raised.
+        CheckpointError: the directory holds no safetensors file.  All other problems are in the result.
     """
     shards = tuple(sorted(model_dir.glob("*.safetensors")))
     if not shards:
@@ -199,19 +199,21 @@ def _read_into(file: FileIO, buffer: Tensor, bar: tqdm[Any]) -> None:
     while done < len(view):
         count = file.readinto(view[done : done + _CHUNK_BYTES])
         if not count:
-            raise CheckpointError(f"{file.name} ended while its tensors were read; it was changed meanwhile: download it again")
+            raise CheckpointError(
+                f"{file.name} ended while its tensors were read; the file changed after its header was read; download it again"
+            )
         done += count
         bar.update(count)
 
 
 def _read_rows(file: FileIO, spec: TensorSpec, ep_rank: int, ep_size: int, bar: tqdm[Any]) -> Tensor:
-    """Rows ep_rank, ep_rank + ep_size, … as [local_rows, row_bytes] uint8.
+    """Table rows ep_rank, ep_rank + ep_size, …: [num_local_rows, row_bytes] uint8.
 
-    Cost: reads the whole table, since rows are shorter than a disk page; memory for the local rows and one chunk.
+    Cost: reads the whole table, because table rows are shorter than a disk page; memory for the local rows and one chunk.
     """
     num_rows, row_bytes = spec.shape[0], spec.num_bytes // spec.shape[0]
     local = torch.empty(spec.local_shape(ep_rank, ep_size)[0], row_bytes, dtype=torch.uint8)
-    step = max(1, _CHUNK_BYTES // (row_bytes * ep_size)) * ep_size  # a multiple: every chunk starts at the same residue
+    step = max(1, _CHUNK_BYTES // (row_bytes * ep_size)) * ep_size  # so that every chunk starts at a multiple of ep_size
     for start in range(0, num_rows, step):
         chunk = torch.empty(min(step, num_rows - start), row_bytes, dtype=torch.uint8)
         _read_into(file, chunk, bar)
@@ -233,23 +235,24 @@ def _read_tensor(file: FileIO, spec: TensorSpec, offset: int, ep_rank: int, ep_s
 def read_checkpoint(
     model_dir: Path, config: ModelConfig, *, ep_rank: int = 0, ep_size: int = 1, progress: bool = True
 ) -> dict[str, Tensor]:
-    """Load what one expert-parallel rank holds, tensor by tensor.
+    """Load the tensors of one expert-parallel rank, one after another.
 
     Args:
-        model_dir: directory of safetensors shards, with or without an index; names may carry the prefix ``model.``.
+        model_dir: directory of safetensors shards, with or without an index; names may have the prefix ``model.``.
         config: the model's configuration.
-        ep_rank, ep_size: the rank holds experts [ep_rank * E / ep_size, (ep_rank + 1) * E / ep_size) of every layer, the rows
-            of Engram tables whose number is ep_rank modulo ep_size (row r at place r // ep_size), and everything else.
+        ep_rank, ep_size: the rank holds experts [ep_rank * E / ep_size, (ep_rank + 1) * E / ep_size) of every layer, the
+            Engram table rows r with r % ep_size == ep_rank (row r at index r // ep_size), and all other tensors.
         progress: show a bar that counts bytes.
 
     Returns:
         Tensors on the CPU by name, in table order; dtypes of :data:`TORCH_DTYPES`.
 
     Raises:
-        CheckpointError: the headers do not fit the configuration; lists everything that is wrong, before any data is read.
-        ConfigError: ``ep_size`` does not divide the experts, or ``ep_rank`` is outside it.
+        CheckpointError: the headers do not fit the configuration; the message lists every kind of problem.  It is raised
+            before any data is read.
+        ConfigError: ``ep_size`` does not divide the number of experts, or ``ep_rank`` is not in 0..ep_size - 1.
 
-    Cost: one pass over the rank's bytes in file order; tables are read whole by every rank.
+    Cost: one pass over the rank's bytes in file order; every rank reads whole tables.
     """
     check_ranks(config, ep_size)
     if not 0 <= ep_rank < ep_size:

@@ -1,6 +1,6 @@
-"""Checkpoint names -> shapes, dtypes and split over ranks: one table says what a model directory holds.
+"""Checkpoint names -> shapes, dtypes and split over ranks.
 
-Reading, writing, random weights and the inventory follow it.
+The reader, the writer, the random weights and the inventory use this table.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ TORCH_DTYPES: dict[StoredDtype, torch.dtype] = {
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_LISTED = 5
-"""Names that a message about many tensors lists."""
+"""A message names at most this many tensors of one kind."""
 UNIT_SPREAD = math.sqrt(12.0)
-"""Spread of a uniform variable of variance 1."""
+"""Width of the interval of a uniform variable with variance 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,17 @@ class TensorSpec:
     """One stored tensor.
 
     Attributes:
-        name: in the checkpoint, without the optional ``model.`` prefix.
-        shape: as stored; FP4 weights hold two values a byte.
-        dtype: the safetensors name.
-        storage: what the bytes mean; ``*_scale`` belongs to the weight before it.
-        component: the row of the parameter inventory that counts it.
-        split: what an expert-parallel rank holds: all of it, all or nothing by expert, or every ep_size-th row.
-        expert_id: of a routed expert's tensor.
-        num_experts: routed experts in that expert's layer.
-        mean, spread: seeded weights are mean + spread * u, u uniform in [-1/2, 1/2).
+        name: name in the checkpoint, without the optional prefix ``model.``.
+        shape: shape in the checkpoint; an FP4 weight stores two values in a byte.
+        dtype: name of the dtype in safetensors.
+        storage: meaning of the bytes; a ``*_scale`` tensor scales the weight before it in the table.
+        component: component of the parameter inventory that counts this tensor.
+        split: part that an expert-parallel rank holds.  ``replicated``: the whole tensor.  ``expert``: the whole tensor if the
+            rank holds the expert.  ``row``: every ep_size-th table row.
+        expert_id: routed expert that the tensor belongs to; 0 for other tensors.
+        num_experts: routed experts in the layer of that expert.
+        mean, spread: golden weights are mean + spread * u; u is uniform in [-1/2, 1/2).  Random weights have the same mean and
+            variance.
     """
 
     name: str
@@ -85,17 +87,17 @@ class TensorSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in it; a scale holds none."""
+        """Number of weights; 0 for a scale."""
         if self.storage.endswith("_scale"):
             return 0
         return math.prod(self.shape) * (2 if self.storage == "fp4" else 1)
 
     def is_local(self, ep_rank: int, ep_size: int) -> bool:
-        """Whether the rank holds anything of it; experts lie on ranks in contiguous runs."""
+        """Whether the rank holds a part of this tensor; each rank holds a contiguous range of experts."""
         return self.split != "expert" or self.expert_id * ep_size // self.num_experts == ep_rank
 
     def local_shape(self, ep_rank: int, ep_size: int) -> tuple[int, ...]:
-        """Shape of the rank's part: rows ep_rank, ep_rank + ep_size, … of a table, else the whole."""
+        """Shape of the rank's part: table rows ep_rank, ep_rank + ep_size, …; other tensors are whole."""
         if self.split != "row":
             return self.shape
         return (len(range(ep_rank, self.shape[0], ep_size)), *self.shape[1:])
@@ -114,7 +116,7 @@ def _plain(
     fan_in: int | None = None,
     dtype: StoredDtype = "BF16",
 ) -> TensorSpec:
-    """An unquantised tensor; without ``spread`` a matrix of variance 1 / fan-in (the last dimension, unless given)."""
+    """An unquantised tensor; without ``spread`` its variance is 1 / fan-in.  Fan-in is the last dimension unless given."""
     if spread is None:
         spread = UNIT_SPREAD / math.sqrt(fan_in or shape[-1])
     return TensorSpec(name=name, shape=shape, dtype=dtype, storage="plain", component=component, mean=mean, spread=spread)
@@ -179,7 +181,7 @@ def _attention(config: ModelConfig, prefix: str, component: Component) -> Iterat
 
 
 def _global_attention(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
-    """Compressor and index keys of layers that write a store; index queries of layers that choose entries."""
+    """Compressor and index keys if the layer writes a store; index queries if the layer chooses entries."""
     prefix, hidden, head_dim = f"layers.{layer}.attn", config.hidden_size, config.head_dim
     if config.kind(layer) == "full":
         yield _plain(f"{prefix}.compressor.wkv.weight", (head_dim, hidden), "compressors")
@@ -195,7 +197,7 @@ def _global_attention(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
 
 
 def _block(config: ModelConfig, prefix: str, num_experts: int, draft: Component | None) -> Iterator[TensorSpec]:
-    """What every layer and every draft layer has; ``draft`` overrides the component."""
+    """Tensors of one layer or draft layer; ``draft`` replaces the component if it is given."""
     hidden, copies = config.hidden_size, config.hc_mult
     mixes = 2 * copies + copies * copies
     yield from _attention(config, f"{prefix}.attn", draft or "attention")
@@ -267,7 +269,7 @@ def _vision(config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
-    """The tensors of :func:`tensor_table`, one by one."""
+    """Yield the tensors of :func:`tensor_table` in order."""
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _plain("embed.weight", (vocab, hidden), "embedding", spread=UNIT_SPREAD)
     yield _plain("head.weight", (vocab, hidden), "head")
@@ -285,10 +287,10 @@ def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint by name: global ones, layers, draft layers, vision.
+    """Every tensor of a checkpoint by name, in this order: global tensors, layers, draft layers, vision.
 
-    Source: the published checkpoint's tensor inventory.  Means and spreads are our own, for seeded weights: a matrix has
-    variance 1 / fan-in, a bias is like the matrix it belongs to, a looked-up vector like ``embed.weight``.
+    Source: the published checkpoint's tensor inventory.  Means and spreads are our own choice.  A matrix has variance
+    1 / fan-in.  A bias has the variance of its matrix.  A looked-up vector has variance 1.
 
     Cost: 0.4 s and 40 MB for the published model's 96,085 tensors.
     """
@@ -296,14 +298,16 @@ def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def check_ranks(config: ModelConfig, ep_size: int, spare_experts: int = 0) -> None:
-    """Verify that experts spread evenly over ranks.
+    """Check that every rank can hold the same number of experts.
 
     Raises:
-        ConfigError: an expert count is no multiple of ``ep_size``.
+        ConfigError: an expert count is not a multiple of ``ep_size``.
     """
     counts = [("n_routed_experts plus spare experts", config.n_routed_experts + spare_experts)]
     if config.num_nextn_predict_layers:
         counts.append(("dspark_n_routed_experts", config.dspark_n_routed_experts))
     for name, count in counts:
         if ep_size < 1 or count % ep_size:
-            raise ConfigError(f"ep_size={ep_size} does not divide {name} = {count}; choose a divisor or another number of spares")
+            raise ConfigError(
+                f"ep_size={ep_size} does not divide {name} = {count}; choose a divisor or another number of spare experts"
+            )

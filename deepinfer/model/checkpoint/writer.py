@@ -24,7 +24,7 @@ SHARD_BYTES = 10 << 30
 
 
 def _plan_shards(table: dict[str, TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Fill shards in table order up to ``shard_bytes``; a larger tensor has a shard of its own."""
+    """Fill shards in table order up to ``shard_bytes``; a larger tensor gets its own shard."""
     shards: list[list[TensorSpec]] = []
     room = 0
     for spec in table.values():
@@ -38,7 +38,7 @@ def _plan_shards(table: dict[str, TensorSpec], shard_bytes: int) -> list[list[Te
 
 
 def _header(shard: list[TensorSpec]) -> tuple[bytes, list[int]]:
-    """A shard's length-prefixed header, and each tensor's place in the file."""
+    """A shard's length-prefixed header, and each tensor's offset in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets = list(itertools.accumulate((spec.num_bytes for spec in shard), initial=0))
     for spec, start, end in zip(shard, offsets, offsets[1:], strict=False):
@@ -108,19 +108,20 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory in the published format: shards, index and ``config.json``.
 
-    The directory appears complete or not at all: everything goes to a temporary folder beside it, which is renamed at the end.
+    The files are written to a temporary folder in the same parent folder.  At the end it is renamed to ``model_dir``.  So
+    ``model_dir`` is either complete or unchanged.
 
     Args:
-        model_dir: must not exist or be empty.
+        model_dir: a path that does not exist, or an empty directory.
         config: the model's configuration.
         tensors: every tensor of the table once, in any order, in the dtypes of :data:`TORCH_DTYPES`.
-        shard_bytes: upper limit of a shard's data; a larger tensor has a shard of its own.
+        shard_bytes: upper limit of a shard's data; a larger tensor gets its own shard.
         progress: show a bar that counts bytes.
 
     Raises:
-        CheckpointError: ``model_dir`` holds files, or a tensor is unknown, repeated, missing or of another shape or dtype.
+        CheckpointError: ``model_dir`` holds files, or a tensor is unknown, repeated or missing, or has a wrong shape or dtype.
 
-    Cost: memory for one tensor; the iterable may produce them lazily.
+    Cost: memory for one tensor at a time, if the iterable makes them lazily.
     """
     if model_dir.exists() and (not model_dir.is_dir() or any(model_dir.iterdir())):
         raise CheckpointError(f"{model_dir} exists already and is not an empty directory; remove it or choose another")
@@ -132,7 +133,7 @@ def write_checkpoint(
         index = {"metadata": {"total_size": sum(spec.num_bytes for spec in table.values())}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         (folder / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n", encoding="utf-8")
-        folder.chmod(0o755)  # mkdtemp's folders are private
+        folder.chmod(0o755)  # mkdtemp makes private folders
         folder.rename(model_dir)
     except BaseException:
         shutil.rmtree(folder)
