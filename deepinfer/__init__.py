@@ -1,4 +1,4 @@
-"""Serving DeepSeek-V4.1-Flash on the machines people have."""
+"""Serves DeepSeek-V4.1-Flash on GPUs and CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Import public names on first use: planning code imports this package where torch is not installed."""
+    """Import a public name on first use, because planning code imports this package without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""The command line: parse flags, call down.  Bad input ends with one sentence and exit code 2."""
+"""The command line: it parses flags and calls the engine.  Bad input ends with one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from deepinfer import __version__
 from deepinfer.errors import EngineError, RequestError
 
 _USUAL_CONTEXT = 131072
-_INTERRUPTED, _NOBODY_READS = 130, 141
-"""Exit codes of what SIGINT and SIGPIPE end, as shells count them."""
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+"""Exit codes of processes that SIGINT and SIGPIPE end, as shells report them."""
 _NO_MEMORY = "Error: the system gives no more memory; free some, raise the limit of this process (ulimit -v), or ask for less"
 
 
 class _Group(click.Group):
-    """A group whose deliberate errors become one sentence on stderr."""
+    """A group that prints deliberate errors as one sentence on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401
         for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # a character that the terminal does not have is no reason to fail
+            if hasattr(stream, "reconfigure"):  # characters that the terminal cannot show are escaped
                 stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
@@ -37,7 +37,7 @@ class _Group(click.Group):
             _complain(ctx, _INTERRUPTED, "Interrupted", error)
         except BrokenPipeError:
             _forget(1)
-            ctx.exit(_NOBODY_READS)
+            ctx.exit(_BROKEN_PIPE)
         except (MemoryError, ImportError, OSError, RuntimeError) as error:
             if _is_lack_of_memory(error):
                 _complain(ctx, 2, _NO_MEMORY, error)
@@ -56,19 +56,19 @@ def _is_lack_of_memory(error: Exception) -> bool:
 
 
 def _forget(descriptor: int) -> None:
-    """What is left in the buffer of a standard stream cannot be written either, and Python would try again at its end."""
+    """Send the rest of a failed standard stream to the null device, because Python writes its buffer again at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _complain(ctx: click.Context, code: int, sentence: str, error: BaseException) -> NoReturn:
-    """Say what happened, and what the error was told on its way up, in one line; then end."""
+    """Print the sentence and the notes of the error in one line on stderr; then exit with ``code``."""
     _remark("; ".join([sentence, *getattr(error, "__notes__", ())]))
     ctx.exit(code)
 
 
 def _remark(sentence: str) -> None:
-    """Say something on stderr; where nobody can read it, it is not worth an error."""
+    """Print a sentence on stderr; ignore the error if stderr cannot be written."""
     try:
         click.echo(sentence, err=True)
     except OSError:
@@ -78,7 +78,7 @@ def _remark(sentence: str) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="deepinfer")
 def main() -> None:
-    """Serve DeepSeek-V4.1-Flash on the machines people have."""
+    """Serve DeepSeek-V4.1-Flash on GPUs and CPUs."""
 
 
 _DRAFT_SAMPLING: dict[str, Any] = {
@@ -88,7 +88,7 @@ _DRAFT_SAMPLING: dict[str, Any] = {
     "help": "How drafts are drawn and verified.",
 }
 _num_drafts = click.option(
-    "--num-drafts", type=click.IntRange(0), default=0, show_default=True, help="Drafts of a round; 0 leaves speculation out."
+    "--num-drafts", type=click.IntRange(0), default=0, show_default=True, help="Drafts of a round; 0 disables speculation."
 )
 
 
@@ -98,11 +98,13 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano."),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option("--max-model-len", type=int, default=4096, show_default=True, help="Prompt plus output tokens."),
-            click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Requests running at once."),
-            click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens of one step."),
+            click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Most requests that run at once."),
+            click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Most tokens of one step."),
             click.option("--num-drafts", type=int, default=None, help="Drafts of a round; 0 for none.  [default: 5]"),
             click.option(
-                "--adaptive-drafts/--no-adaptive-drafts", default=None, help="Verify only the drafts that pay.  [default: no]"
+                "--adaptive-drafts/--no-adaptive-drafts",
+                default=None,
+                help="Verify only the drafts that are worth their time.  [default: no]",
             ),
             click.option("--draft-sampling", **_DRAFT_SAMPLING),
         )
@@ -114,24 +116,34 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
-            click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate at most."),
+            click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
             click.option("--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."),
             click.option("--top-k", type=int, default=-1, show_default=True, help="Keep this many tokens; -1 keeps all."),
             click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability."),
-            click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely beside the best."),
-            click.option("--n", type=int, default=1, show_default=True, help="Answers to every prompt."),
-            click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="For tokens in the output."),
-            click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time."),
+            click.option(
+                "--min-p",
+                type=float,
+                default=0.0,
+                show_default=True,
+                help="Keep tokens at least this likely relative to the most likely one.",
+            ),
+            click.option("--n", type=int, default=1, show_default=True, help="Answers to each prompt."),
+            click.option(
+                "--presence-penalty", type=float, default=0.0, show_default=True, help="Penalty of tokens in the output."
+            ),
+            click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="Penalty for each repetition."),
             click.option(
                 "--repetition-penalty", type=float, default=1.0, show_default=True, help="Divisor for tokens in prompt or output."
             ),
             click.option("--logit-bias", multiple=True, metavar="ID:VALUE", help="Add VALUE to a token's logit.  Repeatable."),
             click.option("--stop-token-id", type=int, multiple=True, metavar="ID", help="End at this token.  Repeatable."),
-            click.option("--allowed-token-id", type=int, multiple=True, metavar="ID", help="Use no others.  Repeatable."),
-            click.option("--banned-token-id", type=int, multiple=True, metavar="ID", help="Never use it.  Repeatable."),
-            click.option("--first-n-token-no-eos", type=int, default=0, show_default=True, help="No end before so many tokens."),
+            click.option("--allowed-token-id", type=int, multiple=True, metavar="ID", help="Use only these tokens.  Repeatable."),
+            click.option("--banned-token-id", type=int, multiple=True, metavar="ID", help="Never use this token.  Repeatable."),
+            click.option(
+                "--first-n-token-no-eos", type=int, default=0, show_default=True, help="Tokens before which no end is allowed."
+            ),
             click.option("--seed", type=int, default=None, help="Makes sampling repeatable.  [default: random]"),
-            click.option("--ignore-eos", is_flag=True, help="Go on after the end token."),
+            click.option("--ignore-eos", is_flag=True, help="Continue after the end token."),
         )
     ):
         command = option(command)
@@ -142,11 +154,11 @@ _SAMPLING = (
     "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos", "first_n_token_no_eos",
 )  # fmt: skip
-"""Options that have the name of their sampling parameter."""
+"""Options with the same name as their sampling parameter."""
 
 
 def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters out of a command's options, which keep the rest."""
+    """Remove the sampling options from ``options`` and return them as sampling parameters."""
     pairs = []
     for given in options.pop("logit_bias"):
         token_id, _, value = given.partition(":")
@@ -182,15 +194,15 @@ def generate(
 ) -> None:
     """Continue TEXT, a file, or every prompt of a JSONL file.
 
-    TEXT or --file streams the continuation to the terminal; with --n above 1 every answer is written when it has ended.
+    With TEXT or --file the continuation is streamed to the terminal; with --n above 1 each answer is printed when it has ended.
 
-    The results of --prompts are in OUT.partial, each as soon as it is there, until all are; OUT is replaced at the end.
+    With --prompts each result is written to OUT.partial when it is complete.  OUT is replaced at the end.
 
-    A line of --prompts is {"prompt": "…"} or {"prompt_token_ids": […]}, optionally with "id" and with sampling parameters of its
-    own: n, max_tokens, temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias
-    ({"ID": VALUE}), stop_token_ids, allowed_token_ids, banned_token_ids, golden_token_ids (the output begins with them),
-    seq_seed, ignore_eos, first_n_token_no_eos, top_logprobs.  A line of --out has id, text, token_ids, finish_reason,
-    prompt_tokens and output_tokens; where n is above 1 there is one for each answer, with its number as sample.
+    A line of --prompts is {"prompt": "…"} or {"prompt_token_ids": […]}, optionally with "id" and with its own sampling
+    parameters: n, max_tokens, temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty,
+    logit_bias ({"ID": VALUE}), stop_token_ids, allowed_token_ids, banned_token_ids, golden_token_ids (the output begins with
+    them), seq_seed, ignore_eos, first_n_token_no_eos, top_logprobs.  A line of --out has id, text, token_ids, finish_reason,
+    prompt_tokens and output_tokens.  If n is above 1, there is one line for each answer, with the answer's number as sample.
     """
     sources = [name for name, given in (("TEXT", text), ("--file", file), ("--prompts", prompts)) if given is not None]
     if len(sources) != 1:
@@ -216,11 +228,11 @@ def _read(path: Path) -> str:
 
 def _say_what_nano_is(model: str) -> None:
     if model == "nano":
-        _remark("nano is a small model with random weights: its text means nothing, it shows that the engine works.")
+        _remark("nano is a small model with random weights: its text means nothing, it only shows that the engine works.")
 
 
 def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
-    from deepinfer.engine.llm import LLM  # torch is loaded only where it is needed
+    from deepinfer.engine.llm import LLM  # here, because it loads torch
     from deepinfer.request import SamplingParams
 
     assert prompt is not None, "one source was given"
@@ -265,7 +277,7 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
     output = OutputFile(out, apart_from=[prompts])
     lines = jsonl.read_prompts(prompts, sampling)
 
-    from deepinfer.config import EngineArgs, load_config  # torch is loaded only when the files are good
+    from deepinfer.config import EngineArgs, load_config  # here, because errors in the files must come before torch is loaded
     from deepinfer.engine.llm import LLM
     from deepinfer.engine.loader import model_directory
     from deepinfer.engine.prompt import PromptReader
@@ -304,13 +316,13 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help=f"Tokens of each request.  [default: {_USUAL_CONTEXT}, or the model's positions where they are fewer]",
+    help=f"Tokens of each request.  [default: {_USUAL_CONTEXT}, or the model's limit if that is lower]",
 )
 @click.option("--gpu-gib", type=click.FloatRange(1), default=139.0, show_default=True, help="Usable memory of a GPU, GiB.")
 def inspect(model: str, requests: int, context: int | None, gpu_gib: float) -> None:
-    """Parameters, bytes and memory of MODEL: full, nano, golden or a checkpoint directory.
+    """Show parameters, bytes and memory of MODEL: full, nano, golden or a checkpoint directory.
 
-    For a directory the headers of all shards are checked first; nothing is loaded.
+    For a directory the headers of all shards are checked first.  No weights are loaded.
     """
     from deepinfer.config import load_config, named_config
     from deepinfer.model.inventory import render_directory, render_inventory, verify_directory
@@ -330,7 +342,7 @@ def inspect(model: str, requests: int, context: int | None, gpu_gib: float) -> N
 
 @main.group()
 def check() -> None:
-    """Check that this model, on this machine, keeps its promises."""
+    """Check results of a model on this machine."""
 
 
 @check.command()
@@ -339,9 +351,9 @@ def check() -> None:
 @click.option("--keep", type=click.IntRange(1), default=140, show_default=True, help="Tokens that the decoder half keeps.")
 @click.option("--max-tokens", type=click.IntRange(512), default=2048, show_default=True, help="Length of the texts of level 3.")
 def replay(model: str, device: str, keep: int, max_tokens: int) -> None:
-    """Bounded replay: its tables, mask against compact bit for bit, and its distance from the exact run.
+    """Check bounded replay: print its tables, compare mask and compact bit for bit, measure the distance from the exact run.
 
-    Ends with exit code 1 if something that must hold does not.
+    The exit code is 1 if a required property does not hold.
     """
     from deepinfer.bench.replay import check_replay
 
@@ -367,15 +379,15 @@ def bench() -> None:
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Busy loops that run beside a second measurement.",
+    help="Busy loops that run during a second measurement.",
 )
 @_num_drafts
 def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: int, num_drafts: int) -> None:
-    """Tokens/s of prefill and decode, the floor of each, and the time by op family.
+    """Measure tokens/s of prefill and decode, their lower bounds, and the time by op family.
 
-    It measures the network, so nothing is drafted by default; with --num-drafts there are rounds of speculation and the share of
-    drafting as well.  With --busy the steps are measured again while so many other processes compute, with the threads that the
-    engine chooses and with one.
+    It measures the network, so drafts are off by default.  With --num-drafts it also measures rounds of speculation and the share
+    of drafting.  With --busy it measures the steps again while that many other processes compute: with the engine's choice of
+    threads, and with one thread.
     """
     from deepinfer.bench.steps import run_steps
 
@@ -388,12 +400,12 @@ def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: i
 @click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--requests", type=click.IntRange(2), default=64, show_default=True, help="Requests at once.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of either way.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of each kind.")
 @_num_drafts
 def batching(model: str, device: str, requests: int, repeats: int, num_drafts: int) -> None:
-    """Requests together against one after another.
+    """Compare requests that run together with requests that run one after another.
 
-    It measures batching, so nothing is drafted by default.
+    It measures batching, so drafts are off by default.
     """
     from deepinfer.bench.batching import run_batching
 
@@ -402,14 +414,14 @@ def batching(model: str, device: str, requests: int, repeats: int, num_drafts: i
 
 @bench.command()
 def scheduler() -> None:
-    """Host time of planning: 256 long requests, and hits of a 100k-token prompt.  Needs no model."""
+    """Measure the host time of planning: 256 long requests, and hits of a 100k-token prompt.  Needs no model."""
     from deepinfer.bench.scheduler import run_scheduler
 
     click.echo(run_scheduler())
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
-    """Reads numbers separated by commas."""
+    """A click callback that reads numbers separated by commas."""
 
     def parse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
         try:
@@ -424,8 +436,8 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 @bench.command()
 @click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests that are recorded.")
-@click.option("--tokens", type=click.IntRange(8), default=128, show_default=True, help="Tokens that each of them generates.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests to record.")
+@click.option("--tokens", type=click.IntRange(8), default=128, show_default=True, help="Tokens that each request generates.")
 @click.option(
     "--concurrency",
     callback=_numbers(int),
@@ -434,7 +446,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     help="Loads to estimate the gain for.",
 )
 @click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, sampling and estimates.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, sampling and estimates.")
 @click.option("--draft-sampling", **_DRAFT_SAMPLING)
 @click.option(
     "--acceptance",
@@ -443,7 +455,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 )
 @click.option("--context", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a request in timed steps.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps of each size.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw it all into this file (.png, .svg, .pdf).")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the report into this file (.png, .svg, .pdf).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
 def spec(
     requests: int,
@@ -454,16 +466,16 @@ def spec(
     model: str,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Speculation: acceptance, calibration, step times, and what adaptive lengths would gain by load.
+    """Measure speculation: acceptance, calibration, step times, and the gain of adaptive lengths for each load.
 
-    Rounds are recorded at full length, or drawn with --acceptance; whatever rests on drawn rounds is marked as assumed.
+    Rounds are recorded at full length, or drawn at random with --acceptance.  Numbers from drawn rounds are marked as assumed.
     """
     from deepinfer.bench.spec import plot, render, require_plotting, run_spec, write_json
     from deepinfer.engine.files import OutputFile
 
     if min(concurrency) < 1:
         raise RequestError(f"concurrency={','.join(map(str, concurrency))} must be positive numbers of requests")
-    if plot_file is not None:  # before minutes are spent on what could not be written
+    if plot_file is not None:  # checked first, because the measurement takes minutes
         require_plotting(plot_file)
         OutputFile(plot_file)
     if json_file is not None:

@@ -1,12 +1,12 @@
-"""Every deliberate exception, drawn as a tree.
+"""The tree of all exceptions that deepinfer raises on purpose.
 
     EngineError
     ├── ConfigError      the operator must change a setting or a file; raised before serving starts
-    │   └── CheckpointError   the files of a model do not hold what its configuration promises
+    │   └── CheckpointError   the files of a model do not match its configuration
     ├── RequestError     the caller must change the request; becomes HTTP 4xx
     │   └── ContextTooLong
     ├── Overloaded       no room now, try again; HTTP 429 or 503
-    └── StepFailed       device or peer fault; the process exits and the router moves on
+    └── StepFailed       a device or a peer failed; the process exits and the router uses other replicas
 
 A message says what was asked, what the limit is and what to do.  ``assert`` is for our own bugs, never for input.
 :func:`shown` and :func:`reason` put the caller's values and other libraries' errors into messages.
@@ -21,7 +21,7 @@ _MAX_SHOWN = 60
 """Characters of a value in a message."""
 _MAX_REASON = 200
 CONVERSION_ERRORS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What numpy, torch and a caller's classes raise where a value cannot be had; not what a signal handler of the caller raises."""
+"""Errors of numpy, torch and a caller's classes if a value cannot be converted.  Errors of a caller's signal handler pass."""
 _ADDRESS = re.compile(r" (?:object )?at 0x[0-9a-fA-F]+")
 
 
@@ -30,15 +30,15 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """A setting, a configuration file or a model directory is not usable as it is."""
+    """A setting, a configuration file or a model directory is not usable."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is damaged or belongs to another configuration; lists everything that is wrong."""
+    """A checkpoint is damaged or belongs to another configuration; the message lists all faults."""
 
 
 class RequestError(EngineError):
-    """A request cannot be served as it was asked."""
+    """A request cannot be served with these arguments."""
 
 
 class ContextTooLong(RequestError):
@@ -46,15 +46,15 @@ class ContextTooLong(RequestError):
 
 
 class Overloaded(EngineError):
-    """There is no room for the request now; trying again later may work."""
+    """There is no room for the request now; the caller may try again later."""
 
 
 class StepFailed(EngineError):
-    """A device or a peer failed in the middle of a step; nothing it computed may be used."""
+    """A device or a peer failed during a step; no result of the step may be used."""
 
 
 def shown(value: object) -> str:
-    """A caller's value for a message: one short line, without the address of an object."""
+    """A caller's value as text for a message: one short line, without the address of an object."""
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, int):
@@ -77,17 +77,17 @@ def _rest(value: Sized) -> str:
 
 
 def plain(value: object) -> object:
-    """The Python value in a scalar of numpy or torch, or in an array of no dimensions; anything else as it is."""
+    """The Python value of a numpy or torch scalar or of an array without dimensions; any other value unchanged."""
     item = getattr(value, "item", None)
     if getattr(value, "ndim", None) != 0 or not callable(item):
         return value
     try:
         return item()
-    except CONVERSION_ERRORS:  # a tensor without data has none to give
+    except CONVERSION_ERRORS:  # for example a tensor without data
         return value
 
 
 def reason(error: BaseException) -> str:
-    """What an error of another library says, for a message: one short line, without the address of an object."""
+    """The text of another library's error for a message: one short line, without the address of an object."""
     text = " ".join(_ADDRESS.sub("", str(error)).split()) or type(error).__name__
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"

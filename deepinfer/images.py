@@ -1,7 +1,8 @@
-"""Pictures before the network: decode, plan a size, resample.
+"""Images become pictures: decode, plan a size, resample.
 
-Owns the size plan, which fixes how many tokens a picture costs and is a pure function of its width and height: the server
-counts tokens with it before anything is decoded, the vision tower lays out its grid by it.  Imports no torch.
+An image is an encoded file of a caller; a picture is its decoded pixels.  This module owns the size plan, which fixes the number
+of tokens of a picture.  The plan depends only on width and height.  The prompt reader counts tokens with the plan; the vision
+tower uses its grid.  Imports no torch.
 
 Invariant: ``plan_image(...).span_tokens <= max_image_tokens`` for every size.
 """
@@ -22,19 +23,19 @@ from deepinfer.config import VisionConfig
 from deepinfer.errors import RequestError, reason
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-"""Decoders that untrusted bytes may reach; others of Pillow's run external programs or are rarely exercised."""
+"""Decoders for untrusted bytes.  Other decoders of Pillow run external programs or are rarely tested."""
 
 MAX_IMAGE_BYTES: Final = 32 << 20
 MAX_IMAGE_SIDE: Final = 8192
-"""Limits of one picture, as the vendor's API documents them; a decode takes at most 8192² x 3 bytes = 201 MB."""
+"""Limits of one image, as the vendor's API documents them; a decoded picture takes at most 8192² x 3 bytes = 201 MB."""
 
 _BORDER: Final = (127, 127, 127)
 _MAX_SAMPLE: Final = 2**16 - 1
-"""Formats have no samples of more than 16 bits."""
+"""The formats have samples of at most 16 bits."""
 
 
 class Role(IntEnum):
-    """What a position of an image span holds; all of them carry the same token id."""
+    """Content of a position in an image span; all positions have the same token id."""
 
     START = 0
     IMAGE = 1
@@ -44,14 +45,14 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """Sizes of one picture on its way to tokens.
+    """Sizes of one picture in pixels, patches and tokens.
 
     Attributes:
         width, height: pixels after resampling.
         patches_w, patches_h: grid of patches, width / patch_size by height / patch_size.
         tokens_w, tokens_h: grid of tokens.
-        span_tokens: positions in the sequence: tokens_h rows of tokens_w + 1 (the newline), a start and an end.
-        stretch: resample without keeping the aspect ratio (only for a picture wider than ``max_wh_ratio`` allows).
+        span_tokens: positions in the sequence: tokens_h lines of tokens_w + 1 (the newline), a start and an end.
+        stretch: resample without keeping the aspect ratio (only for a picture that is wider than ``max_wh_ratio`` allows).
     """
 
     width: int
@@ -65,7 +66,7 @@ class ImagePlan:
 
 
 def _grid(width: int, height: int, config: VisionConfig, *, stretch: bool) -> ImagePlan:
-    """The plan of pixel sizes that are multiples of the patch."""
+    """The plan for a width and a height that are multiples of the patch size."""
     patches_w, patches_h = width // config.patch_size, height // config.patch_size
     tokens_w, tokens_h = -(-patches_w // config.downsample_ratio), -(-patches_h // config.downsample_ratio)
     return ImagePlan(
@@ -83,9 +84,9 @@ def _grid(width: int, height: int, config: VisionConfig, *, stretch: bool) -> Im
 def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
     """Choose the size at which a picture of ``width`` x ``height`` pixels enters the tower.
 
-    Small pictures grow to ``min_pixels``; sides round up to whole patches; what would cost more than ``max_image_tokens``
-    shrinks to the largest grid of about the same shape that does not.  Doubles throughout, in the order of operations of the
-    source: other orders give other integers.
+    Small pictures grow to ``min_pixels``.  Sides round up to whole patches.  A picture that would need more than
+    ``max_image_tokens`` shrinks to the largest grid of about the same shape that fits.  All numbers are doubles, in the source's
+    order of operations, because another order gives other integers.
 
     Raises:
         RequestError: a side is not positive.
@@ -144,12 +145,12 @@ class Picture:
 def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int = MAX_IMAGE_SIDE) -> Image.Image:
     """Decode a PNG, JPEG, WebP or GIF (its first frame) to RGB.
 
-    The size in the header is checked before any pixel is decoded, so a small file cannot claim much memory.  Transparency is
-    dropped and EXIF rotation ignored, as Pillow's plain conversion to RGB does and thus the published
-    preprocessing.  Of 16-bit samples the upper 8 bits are kept, of grey pictures as of coloured ones.
+    The size in the header is checked before any pixel is decoded, so a small file cannot take much memory.  Transparency and EXIF
+    rotation are ignored, as in Pillow's conversion to RGB, which the published preprocessing uses.  Samples of 16 bits keep their
+    upper 8 bits, in grey and in coloured images.
 
     Raises:
-        RequestError: not one of these formats, damaged, or over a limit.
+        RequestError: the image has another format, is damaged, or exceeds a limit.
     """
     if len(data) > max_bytes:
         raise RequestError(f"image of {len(data)} bytes exceeds the limit of {max_bytes} bytes; send a smaller file")
@@ -165,16 +166,16 @@ def load_image(data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_side: int =
             f"image of {len(data)} bytes cannot be decoded, because it is none of {', '.join(FORMATS)}; send one of these"
         ) from error
     except Exception as error:
-        # Pillow's decoders raise a dozen unrelated types on damaged bytes; whatever it is, the picture is to blame.
+        # Pillow's decoders raise a dozen unrelated types for damaged bytes; all of them mean that the image is damaged.
         raise RequestError(f"image cannot be decoded ({reason(error)}); send an intact {', '.join(FORMATS)} file") from error
     raise RequestError(f"image of {width} x {height} pixels exceeds the limit of {max_side} a side; scale it down")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode that the decoders give; Pillow's own conversion clips samples of more than 8 bits."""
+    """Convert any mode of the decoders to RGB; Pillow's own conversion clips samples of more than 8 bits."""
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns about the direct way; the colours are the same
-    elif image.mode.startswith("I"):  # 16 bits in any order of bytes, which some versions widen to 32
+        image = image.convert("RGBA")  # Pillow warns about a direct conversion; the colours are the same
+    elif image.mode.startswith("I"):  # 16 bits in any byte order; some versions of Pillow widen them to 32
         samples = np.asarray(image).astype(np.int64)
         image = Image.fromarray((np.clip(samples, 0, _MAX_SAMPLE) >> 8).astype(np.uint8))
     return image.convert("RGB")
@@ -183,10 +184,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def prepare_pixels(image: Image.Image, plan: ImagePlan) -> NDArray[np.float32]:
     """Resample a picture to its plan and scale it to [-1, 1].
 
-    Bicubic; the aspect ratio is kept and what remains is filled with grey 127 on both sides, unless the plan says stretch.
+    The resampling is bicubic.  It keeps the aspect ratio and fills both sides with grey 127, unless ``plan.stretch``.
 
     Args:
-        image: RGB, of the size the plan was made for.
+        image: RGB, of the size that the plan was made for.
 
     Returns:
         [3, plan.height, plan.width] float32, channels first; (x / 255 - 0.5) / 0.5.

@@ -1,9 +1,9 @@
-"""Counters, gauges and histograms: one table of names and units, and the numbers behind them.
+"""Counters, gauges and histograms: one table of names and units, and the values.
 
-An engine counts into a :class:`Metrics`; that is plain numbers, cheap enough for every token of every step.  A :class:`Snapshot`
-of them crosses the process border, and :func:`registry` turns snapshots into what Prometheus reads, wherever that is asked for.
+An engine counts in a :class:`Metrics`.  It holds plain numbers, so it is cheap enough for every token of every step.  A
+:class:`Snapshot` is a copy that crosses the process border.  :func:`registry` turns snapshots into Prometheus metrics.
 
-Names follow those that dashboards of serving engines expect, with our prefix.
+The names are those that dashboards of serving engines expect, with the prefix ``deepinfer_``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TOKENS = tuple(float(2**power) for power in range(21))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """One row of the table.
+    """One line of the table.
 
     Attributes:
-        kind: counters grow, gauges are what is now, histograms count observations by size.
-        unit: of the numbers.
-        help: what they say.
+        kind: a counter grows, a gauge is a current value, a histogram counts observations by size.
+        unit: unit of the values.
+        help: meaning of the values.
         label: name of the one label that splits a counter, or "".
-        bounds: upper bounds of a histogram's buckets, ascending; one more bucket takes what is above.
+        bounds: upper bounds of a histogram's buckets, ascending; one more bucket counts larger values.
     """
 
     kind: Kind
@@ -56,23 +56,23 @@ def _histogram(unit: str, text: str, bounds: tuple[float, ...]) -> Quantity:
 
 
 QUANTITIES: Final[Mapping[str, Quantity]] = {
-    # What is now.
-    "num_requests_running": _gauge("requests", "Answers that hold a state slot; a request has n."),
+    # Current values.
+    "num_requests_running": _gauge("requests", "Answers that hold a state slot; a request has n answers."),
     "num_requests_waiting": _gauge("requests", "Answers that wait for room or for their inputs."),
     "kv_cache_usage_perc": _gauge("share", "Pages held by requests, 0 to 1."),
     "state_slot_usage_perc": _gauge("share", "State slots held by requests, 0 to 1."),
     # Steps.
     "steps": _counter("steps", "Steps computed."),
-    "step_time_seconds": _histogram("seconds", "Time of one turn of the loop.", _SECONDS),
-    "computed_tokens": _counter("tokens", "Rows of all steps: prompt, output, replayed and computed again."),
-    "padding_rows": _counter("rows", "Rows of nobody, so that a captured graph fits."),
-    "iteration_tokens_total": _histogram("tokens", "Tokens that one step brought.", _TOKENS),
-    "num_preemptions": _counter("times", "Times that an answer lost its pages, to be computed again or ended."),
+    "step_time_seconds": _histogram("seconds", "Time of one iteration of the engine's loop.", _SECONDS),
+    "computed_tokens": _counter("tokens", "Rows of all steps: prompt, output, replayed and recomputed tokens."),
+    "padding_rows": _counter("rows", "Padding rows, so that a captured graph fits."),
+    "iteration_tokens_total": _histogram("tokens", "New tokens of one step.", _TOKENS),
+    "num_preemptions": _counter("times", "Times that an answer lost its pages; it is computed again or ends."),
     # Tokens.
     "prompt_tokens": _counter("tokens", "Prompt tokens of requests that got their first token."),
     "generation_tokens": _counter("tokens", "Tokens generated."),
-    "prefix_cache_queries": _counter("tokens", "Prompt tokens looked up in the prefix cache, once each."),
-    "prefix_cache_hits": _counter("tokens", "Of the tokens looked up, those found."),
+    "prefix_cache_queries": _counter("tokens", "Prompt tokens that were looked up in the prefix cache, each once."),
+    "prefix_cache_hits": _counter("tokens", "Prompt tokens that were found in the prefix cache."),
     "replayed_tokens": _counter("tokens", "Tokens computed again to rebuild windows after a hit."),
     # Speculation.
     "spec_decode_num_drafts": _counter("rounds", "Rounds of a request that could verify drafts."),
@@ -83,28 +83,28 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "spec_decode_verified_drafts": _histogram("tokens", "Drafts that one step verified.", _TOKENS),
     # Requests.
     "request_success": _counter("requests", "Requests that ended, by the reason of their last answer.", "finished_reason"),
-    "admission_rejections": _counter("requests", "Requests refused as they came.", "reason"),
+    "admission_rejections": _counter("requests", "Requests refused on arrival.", "reason"),
     "time_to_first_token_seconds": _histogram(
-        "seconds", "From arrival to the first token of any answer, once a request.", _SECONDS
+        "seconds", "From arrival to the first token of any answer, once for each request.", _SECONDS
     ),
-    "inter_token_latency_seconds": _histogram("seconds", "Between two tokens of an answer.", _SECONDS),
+    "inter_token_latency_seconds": _histogram("seconds", "Time between two tokens of an answer.", _SECONDS),
     "request_time_per_output_token_seconds": _histogram("seconds", "Mean time between tokens of an ended answer.", _SECONDS),
     "e2e_request_latency_seconds": _histogram("seconds", "From arrival to the end of an answer.", _SECONDS),
-    "request_prompt_tokens": _histogram("tokens", "Prompt of an ended request.", _TOKENS),
-    "request_generation_tokens": _histogram("tokens", "Output of an ended request, all answers together.", _TOKENS),
-    "request_params_max_tokens": _histogram("tokens", "max_tokens of a request that came in.", _TOKENS),
+    "request_prompt_tokens": _histogram("tokens", "Prompt tokens of an ended request.", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "Output tokens of an ended request, all answers together.", _TOKENS),
+    "request_params_max_tokens": _histogram("tokens", "max_tokens of an arrived request.", _TOKENS),
 }
 """Every quantity by its name without prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The numbers of one moment, as plain values.
+    """A copy of all numbers at one time, as plain values.
 
     Attributes:
         values: name of a counter or gauge -> value of its label ("" if it has none) -> number.
-        counts: name of a histogram -> observations in each of its buckets, the last one being above all bounds.
-        sums: name of a histogram -> sum of what was observed.
+        counts: name of a histogram -> observations in each bucket; the last bucket is above all bounds.
+        sums: name of a histogram -> sum of the observed values.
     """
 
     values: dict[str, dict[str, float]]
@@ -113,9 +113,9 @@ class Snapshot:
 
 
 class Metrics:
-    """The numbers of one engine; for one thread.
+    """The numbers of one engine; only one thread may use it.
 
-    Invariant: it holds exactly the names of :data:`QUANTITIES`, each as its kind.
+    Invariant: it holds exactly the names of :data:`QUANTITIES`, each with its kind.
     """
 
     def __init__(self) -> None:
@@ -136,11 +136,11 @@ class Metrics:
         values[label] = values.get(label, 0.0) + amount
 
     def put(self, name: str, value: float, *, label: str = "") -> None:
-        """Set a gauge, or a counter that somebody else keeps."""
+        """Set a gauge, or a counter whose value another object counts."""
         self._values[name][label] = value
 
     def observe(self, name: str, value: float, *, times: int = 1) -> None:
-        """Put ``value`` into a histogram, ``times`` times."""
+        """Count ``value`` in a histogram, ``times`` times."""
         self._counts[name][bisect_left(QUANTITIES[name].bounds, value)] += times
         self._sums[name] += value * times
 
@@ -163,7 +163,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Snapshots as Prometheus families, one series an engine."""
+    """Snapshots as Prometheus families, with one series for each engine."""
 
     def __init__(self, read: Callable[[], Mapping[str, Snapshot]]) -> None:
         self._read = read
@@ -195,10 +195,10 @@ def _family(name: str, quantity: Quantity, engines: Mapping[str, Snapshot]) -> M
 
 
 def registry(read: Callable[[], Mapping[str, Snapshot]]) -> CollectorRegistry:
-    """A registry of our own.
+    """A new registry, separate from Prometheus' global one.
 
     Args:
-        read: gives the snapshot of every engine by the engine's name, each time the registry is collected.
+        read: returns engine name -> snapshot; called each time the registry is collected.
     """
     made = CollectorRegistry()
     made.register(_EngineCollector(read))
@@ -206,5 +206,5 @@ def registry(read: Callable[[], Mapping[str, Snapshot]]) -> CollectorRegistry:
 
 
 def exposition(engines: Mapping[str, Snapshot]) -> bytes:
-    """Snapshots by engine, in Prometheus' text format."""
+    """The snapshots (engine name -> snapshot) in Prometheus' text format."""
     return generate_latest(registry(lambda: engines))

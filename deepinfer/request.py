@@ -1,4 +1,4 @@
-"""Words that all layers share: a request, how it is sampled, what comes back."""
+"""Types that all layers share: a request, its sampling parameters, its output."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below it mean greedy decoding."""
+"""Lower temperatures mean greedy decoding."""
 MAX_TOP_LOGPROBS = 1000
 MAX_SAMPLES = 128
-"""Answers to one prompt."""
+"""Most answers to one prompt."""
 MAX_REPETITION_PENALTY = 1000.0
-"""Also its reciprocal is the smallest: beyond them logits leave the range of fp32."""
+"""The largest penalty; its reciprocal is the smallest.  Other penalties could move logits out of the range of fp32."""
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
 
-# The device has these values in fp32.  What rounds to infinity there, or to zero where zero means something else, is refused.
+# The device has these values in fp32.  A value is refused if fp32 rounds it to infinity, or to a zero that means something else.
 _MAX_FP32: Final = math.nextafter((2 - 2**-24) * 2.0**127, 0)
 """The greatest number that is finite in fp32."""
 _ZERO_FP32: Final = 2.0**-150
@@ -39,7 +39,7 @@ _ZERO_FP32: Final = 2.0**-150
 
 
 def _first_rounded_to(value: float) -> float:
-    """The least number that fp32 rounds to what it makes of a positive ``value``."""
+    """The least number that has the same fp32 value as a positive ``value``."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     below, rounded = (struct.unpack("f", struct.pack("I", each))[0] for each in (bits - 1, bits))
     middle = (below + rounded) / 2
@@ -47,7 +47,7 @@ def _first_rounded_to(value: float) -> float:
 
 
 _GREEDY_BORDER: Final = _first_rounded_to(GREEDY_TEMPERATURE)
-"""The device compares in fp32; this comparison of doubles agrees with it."""
+"""A comparison of doubles with this number agrees with the device's comparison in fp32."""
 
 
 class FinishReason(StrEnum):
@@ -64,40 +64,40 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen.  Values out of range raise :class:`RequestError` at once.
 
-    Logits go through these rules in this order: ``logit_bias``; ``repetition_penalty``, ``frequency_penalty``,
+    The rules change the logits in this order: ``logit_bias``; ``repetition_penalty``, ``frequency_penalty``,
     ``presence_penalty``; ``allowed_token_ids``, ``banned_token_ids`` and ``first_n_token_no_eos``; ``golden_token_ids``, which
-    win over all others; ``temperature``; ``min_p``; ``top_k``; ``top_p``.  Log-probabilities are reported of the logits before
-    all of them.
+    overrule all others; ``temperature``; ``min_p``; ``top_k``; ``top_p``.  Log-probabilities are those of the logits before all
+    rules.
 
-    Scalars and flat arrays of numpy and torch are taken for the Python values in them; a boolean is no number.  Lists are kept as
-    tuples, each id once except in ``golden_token_ids``, and the bias as pairs sorted by id, so an object never changes and can be
-    hashed.
+    Scalars and flat arrays of numpy and torch are converted to Python values; a boolean is not a number.  Lists are kept as
+    tuples, with each id once except in ``golden_token_ids``.  The bias is kept as pairs sorted by id.  An object therefore never
+    changes and can be hashed.
 
     Attributes:
-        n: answers to the prompt, 1 … 128; they share its memory, and differ by their seeds alone (:meth:`with_sample`).
-        temperature: >= 0 and finite in fp32; below 1e-5 the most likely token is taken, ``top_p``, ``top_k`` and ``min_p`` do not
-            matter.
+        n: answers to the prompt, 1 … 128; they share its memory, and differ only by their seeds (:meth:`with_sample`).
+        temperature: >= 0 and finite in fp32; below 1e-5 the most likely token is chosen, and ``top_p``, ``top_k`` and ``min_p``
+            have no effect.
         top_p: keep the most likely tokens up to this probability; (0, 1], and above 0 in fp32.
-        top_k: keep this many tokens; -1 keeps all, 1 takes the most likely token.
-        min_p: keep the tokens at least this likely in relation to the most likely one; [0, 1].
-        presence_penalty: taken off the logits of tokens that the output has already; -2 … 2.
-        frequency_penalty: taken off the logits of tokens once for each time that the output has them; -2 … 2.
-        repetition_penalty: positive logits are divided by it and others multiplied with it, for tokens that prompt or output
-            have already; 0.001 … 1000, 1 for none.
-        logit_bias: token id -> what is added to its logit, -100 … 100; a mapping or pairs.
-        stop_token_ids: end the output like the end token does, whether or not that is ignored.
-        allowed_token_ids: the output has no others; not empty.
-        banned_token_ids: the output has none of these.
-        ignore_eos: go on after the end token.
-        max_tokens: tokens to generate at most; 0 counts as 1.
-        logprobs: accepted for compatibility; log-probabilities of chosen tokens always come back.
-        prompt_logprobs: report the log-probability of every prompt token; an engine with a bounded decoder half cannot.
-        top_logprobs: how many of the most likely tokens to report beside the chosen one, 0 … 1000.
-        first_n_token_no_eos: forbid the end token among the first n generated ones, unless nothing else is allowed.
+        top_k: keep this many tokens; -1 keeps all, 1 chooses the most likely token.
+        min_p: keep the tokens whose probability is at least this share of the greatest probability; [0, 1].
+        presence_penalty: subtracted from the logits of tokens that the output contains; -2 … 2.
+        frequency_penalty: subtracted from the logits of tokens, once for each time that the output contains them; -2 … 2.
+        repetition_penalty: for tokens that the prompt or the output contains, positive logits are divided by it, and other logits
+            are multiplied by it; 0.001 … 1000, 1 for none.
+        logit_bias: token id -> number that is added to its logit, -100 … 100; a mapping or pairs.
+        stop_token_ids: tokens that end the output like the end token, even with ``ignore_eos``.
+        allowed_token_ids: the output contains only these tokens; not empty.
+        banned_token_ids: the output contains none of these tokens.
+        ignore_eos: continue after the end token.
+        max_tokens: most tokens to generate; 0 counts as 1.
+        logprobs: accepted for compatibility; log-probabilities of chosen tokens are always reported.
+        prompt_logprobs: report the log-probability of every prompt token; an engine with a bounded decoder half cannot do this.
+        top_logprobs: number of most likely tokens to report in addition to the chosen one, 0 … 1000.
+        first_n_token_no_eos: forbid the end token among the first n generated tokens, unless no other token is allowed.
         so_args: structured output; must be None.
-        golden_token_ids: the output begins with these, whatever the model and the other rules say; not empty.
+        golden_token_ids: the output begins with these tokens, regardless of the model and the other rules; not empty.
         seq_seed: the request's only source of randomness, reduced to 64 bits.  The same prompt with the same seed gives the same
-            text.  None lets every request draw a seed of its own when an engine takes it in, whoever else has these parameters.
+            text.  With None every request draws its own seed when an engine admits it, even if requests share this object.
     """
 
     n: int = 1
@@ -123,20 +123,20 @@ class SamplingParams:
     seq_seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every value and keep it as a plain one."""
+        """Check every value and convert it to a plain Python value."""
         put = object.__setattr__
         put(self, "n", as_whole_number("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"))
-        most = _INT32_MAX
-        put(self, "max_tokens", max(1, as_whole_number("max_tokens", self.max_tokens, 0, most, "a positive number")))
+        high = _INT32_MAX
+        put(self, "max_tokens", max(1, as_whole_number("max_tokens", self.max_tokens, 0, high, "a positive number")))
         put(
             self,
             "top_logprobs",
             as_whole_number("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
         )
         expected = "0 or a positive number"
-        put(self, "first_n_token_no_eos", as_whole_number("first_n_token_no_eos", self.first_n_token_no_eos, 0, most, expected))
+        put(self, "first_n_token_no_eos", as_whole_number("first_n_token_no_eos", self.first_n_token_no_eos, 0, high, expected))
         if self.top_k != -1 or type(self.top_k) is not int:
-            top_k = as_whole_number("top_k", self.top_k, -1, most, "-1 (all tokens) or a positive number")
+            top_k = as_whole_number("top_k", self.top_k, -1, high, "-1 (all tokens) or a positive number")
             if top_k == 0:
                 raise RequestError("top_k=0 is out of range; use -1 (all tokens) or a positive number")
             put(self, "top_k", top_k)
@@ -150,20 +150,20 @@ class SamplingParams:
             "frequency_penalty",
             as_number("frequency_penalty", self.frequency_penalty, -2, 2, "a number from -2 to 2, 0 for none"),
         )
-        low, high = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        expected = f"a number from {low:g} to {high:g}, 1 for none"
-        put(self, "repetition_penalty", as_number("repetition_penalty", self.repetition_penalty, low, high, expected))
+        least, greatest = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        expected = f"a number from {least:g} to {greatest:g}, 1 for none"
+        put(self, "repetition_penalty", as_number("repetition_penalty", self.repetition_penalty, least, greatest, expected))
         self._set_shape()
         for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
             put(self, name, as_flag(name, getattr(self, name)))
         if self.so_args is not None:
-            raise RequestError("so_args asks for structured outputs, which this version cannot give; leave it out")
+            raise RequestError("so_args asks for structured output, which this version does not support; leave it out")
         if self.seq_seed is not None:
             put(self, "seq_seed", _seed(self.seq_seed))
         self._set_lists()
 
     def _set_shape(self) -> None:
-        """Temperature and filters."""
+        """Check and convert temperature and filters."""
         put = object.__setattr__
         expected = "0 for greedy decoding or a finite positive number"
         temperature = as_number("temperature", self.temperature, 0, math.inf, expected)
@@ -175,7 +175,7 @@ class SamplingParams:
         top_p = as_number("top_p", self.top_p, 0, 1, "a number above 0 and at most 1")
         if top_p <= _ZERO_FP32:
             raise RequestError(
-                f"top_p={shown(self.top_p)} keeps no token, being 0 in the engine's 32 bits; "
+                f"top_p={shown(self.top_p)} keeps no token, because it is 0 in the engine's 32 bits; "
                 "use temperature=0 for greedy decoding or a top_p above 0"
             )
         put(self, "temperature", temperature)
@@ -191,48 +191,50 @@ class SamplingParams:
                 continue
             ids = _token_ids(name, given, once=name != "golden_token_ids")
             if not ids:
-                raise RequestError(f"{name} is empty and so {meaning}; name at least one, or leave it out")
+                raise RequestError(f"{name} is empty, which {meaning}; name at least one token id, or leave it out")
             object.__setattr__(self, name, ids)
         if self.allowed_token_ids is not None and self.banned_token_ids and not _left(self):
-            raise RequestError("banned_token_ids has all of allowed_token_ids, which leaves no token; ban fewer or allow more")
+            raise RequestError(
+                "banned_token_ids contains all of allowed_token_ids, which leaves no token; ban fewer or allow more"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias) or None)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < _GREEDY_BORDER or self.top_k == 1
 
     @property
     def has_filters(self) -> bool:
-        """Whether improbable tokens are cut off before a draw."""
+        """Whether filters remove unlikely tokens before a draw."""
         return not self.is_greedy and (self.top_k != -1 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that are there already count against themselves."""
+        """Whether any penalty is set."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice of a token depends on which tokens there are already, beyond the model's own view of them."""
+        """Whether a rule, and not only the model, depends on the tokens before."""
         return self.has_penalties
 
     @property
     def has_token_mask(self) -> bool:
-        """Whether some tokens are ruled out at all positions alike."""
+        """Whether some tokens are forbidden at all positions."""
         return self.allowed_token_ids is not None or bool(self.banned_token_ids)
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """``logit_bias`` by ascending id."""
+        """``logit_bias`` as pairs with ascending ids."""
         return tuple(self.logit_bias) if self.logit_bias is not None else ()  # type: ignore[arg-type]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids from ``vocab_size`` on.
+        """Refuse token ids >= ``vocab_size``.
 
         Raises:
-            RequestError: says which parameter and which id.
+            RequestError: names the parameter and the id.
         """
         named: dict[str, Sequence[int]] = {
             "logit_bias": [token_id for token_id, _ in self.bias_pairs],
@@ -244,16 +246,17 @@ class SamplingParams:
         for name, ids in named.items():
             if max(ids, default=0) >= vocab_size:
                 first = next(each for each in ids if each >= vocab_size)
-                raise RequestError(f"{name} has {first}, outside the vocabulary of {vocab_size}; use ids below that")
+                raise RequestError(f"{name} has {first}, outside the vocabulary of {vocab_size}; use ids below {vocab_size}")
 
     def with_seed(self) -> SamplingParams:
-        """These parameters with a seed: their own, or one drawn at random."""
+        """These parameters with a seed: their own seed, or a random one."""
         return self if self.seq_seed is not None else _with(self, seq_seed=secrets.randbits(64))
 
     def with_sample(self, sample_idx: int) -> SamplingParams:
-        """Parameters of one of the ``n`` answers alone; they have a seed.
+        """Parameters of one of the ``n`` answers, with ``n=1`` and a seed.
 
-        The first keeps the seed, the others' are hashes of it and the index; the first alone reports on the prompt.
+        Answer 0 keeps the seed.  The seed of another answer is a hash of the seed and the index.  Only answer 0 reports on the
+        prompt.
         """
         if not 0 <= sample_idx < self.n or self.seq_seed is None:
             raise AssertionError(f"sample {sample_idx} of {self.n} was asked for, with the seed {self.seq_seed}")
@@ -265,18 +268,18 @@ class SamplingParams:
 
 
 def _with(made: T, **values: object) -> T:
-    """A copy of a frozen object with other values in some fields; they are valid, and the others are not checked again."""
+    """A copy of a frozen object with other ``values`` in some fields; the values must be valid, because nothing checks them."""
     copy = object.__new__(type(made))
     for name in made.__slots__:  # type: ignore[attr-defined]
         object.__setattr__(copy, name, values[name] if name in values else getattr(made, name))
     return copy
 
 
-# What callers hand over, as plain values.
+# Conversion of callers' values to plain Python values.
 
 
 def as_number(name: str, given: object, low: float, high: float, expected: str) -> float:
-    """A caller's number from ``low`` to ``high``; raises :class:`RequestError`, which says what is ``expected``."""
+    """A caller's number from ``low`` to ``high``; raises :class:`RequestError` with the text ``expected``."""
     value = _real(given)
     if value is None or not low <= value <= high:
         raise RequestError(f"{name}={shown(given)} is out of range; use {expected}")
@@ -284,7 +287,7 @@ def as_number(name: str, given: object, low: float, high: float, expected: str) 
 
 
 def as_whole_number(name: str, given: object, low: int, high: int, expected: str) -> int:
-    """A caller's whole number from ``low`` to ``high``; raises :class:`RequestError`, which says what is ``expected``."""
+    """A caller's whole number from ``low`` to ``high``; raises :class:`RequestError` with the text ``expected``."""
     value = given if type(given) is int else as_whole(given)
     if value is None or not low <= value <= high:
         raise RequestError(f"{name}={shown(given)} is out of range; use {expected}")
@@ -307,14 +310,14 @@ def as_text(name: str, given: object) -> str:
 
 
 def as_bytes(name: str, given: object) -> bytes:
-    """A caller's bytes, from anything that holds some; raises :class:`RequestError`."""
+    """A caller's bytes, bytearray or memoryview as bytes; raises :class:`RequestError`."""
     if not isinstance(given, bytes | bytearray | memoryview):
         raise RequestError(f"{name} of type {type(given).__name__} was given; give it as bytes")
     return bytes(given)
 
 
 def as_names(name: str, given: object) -> list[str]:
-    """A caller's request ids, or one of them; raises :class:`RequestError`."""
+    """A caller's request ids, or a single id; raises :class:`RequestError`."""
     if isinstance(given, str):
         return [str(given)]
     if not is_list(given):
@@ -323,7 +326,7 @@ def as_names(name: str, given: object) -> list[str]:
 
 
 def is_list(given: object) -> TypeGuard[Iterable[Any]]:
-    """Whether a caller's value can be gone through, and is neither text nor a mapping."""
+    """Whether a caller's value is iterable, and is neither text nor a mapping."""
     is_other = isinstance(given, str | bytes | bytearray | memoryview | Mapping)
     return isinstance(given, Iterable) and not is_other and getattr(given, "ndim", 1) != 0
 
@@ -334,14 +337,14 @@ def as_whole_numbers(
     """A caller's list of whole numbers: any iterable of them, or a flat array of numpy or torch.
 
     Args:
-        things: what the numbers are, for messages.
-        low, high: range of the numbers; None for any.
-        at_most: numbers to take from something whose length is not known.
+        things: name of the numbers in messages.
+        low, high: range of the numbers; ``low`` None allows all numbers.
+        at_most: most numbers to take from an iterable of unknown length.
 
     Raises:
-        RequestError: it is something else; names the first element that is wrong.
+        RequestError: the value is not such a list; names the first wrong element.
 
-    Cost: 50 ns a number, of an array 20 ns; 0.3 µs where they are objects.
+    Cost: 50 ns for each int in a list, 20 ns for each element of an array, 0.3 µs for each other object.
     """
     dtype = getattr(getattr(given, "dtype", None), "kind", "")
     numbers: list[Any]
@@ -352,7 +355,7 @@ def as_whole_numbers(
             raise RequestError(f"{name} is an array of {given.ndim} dimensions; give {things} as integers in one list")  # type: ignore[attr-defined]
         try:
             numbers = given.tolist()  # type: ignore[attr-defined]
-        except CONVERSION_ERRORS as error:  # an array without data, for example
+        except CONVERSION_ERRORS as error:  # for example an array without data
             raise RequestError(f"{name} cannot be read ({reason(error)}); give {things} as integers in a list") from error
         if numbers and dtype and dtype not in "iu":
             numbers = list(given)  # type: ignore[call-overload]
@@ -375,7 +378,7 @@ def _is_text(given: object) -> bool:
 
 
 def _real(given: object) -> float | None:
-    """The number in a value, infinite where a double cannot hold it, or None."""
+    """The number in a value as a double, infinite if it is too large for a double; None if the value is not a number."""
     value = given if type(given) is float else plain(given)
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
         return None
@@ -386,7 +389,7 @@ def _real(given: object) -> float | None:
 
 
 def as_whole(given: object) -> int | None:
-    """The whole number in a caller's value, or None."""
+    """The whole number in a caller's value; None if it is not a whole number."""
     if type(given) is int:
         return given
     value = plain(given)
@@ -395,7 +398,7 @@ def as_whole(given: object) -> int | None:
     if isinstance(value, int | Integral) or hasattr(type(value), "__index__"):
         try:
             return operator.index(value)  # type: ignore[arg-type]
-        except CONVERSION_ERRORS:  # whatever keeps it from being one
+        except CONVERSION_ERRORS:
             return None
     return None
 
@@ -417,7 +420,7 @@ def _token_ids(name: str, given: object, *, once: bool = True) -> tuple[int, ...
 
 
 def _left(params: SamplingParams) -> set[int]:
-    """Tokens that are allowed and not banned."""
+    """Tokens of ``allowed_token_ids`` that are not banned."""
     return set(params.allowed_token_ids or ()).difference(params.banned_token_ids)
 
 
@@ -429,20 +432,20 @@ def _seed(given: object) -> int:
 
 
 def _bias(given: object) -> tuple[tuple[int, float], ...]:
-    wanted = "give a mapping from token ids to numbers from -100 to 100"
+    expected = "give a mapping from token ids to numbers from -100 to 100"
     given = given.items() if isinstance(given, Mapping) else given
     if not is_list(given):
-        raise RequestError(f"logit_bias={shown(given)} is no mapping; {wanted}")
+        raise RequestError(f"logit_bias={shown(given)} is not a mapping; {expected}")
     pairs = list(given)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RequestError(f"logit_bias has {shown(pair)}, which is no pair; {wanted}")
+            raise RequestError(f"logit_bias has {shown(pair)}, which is not a pair; {expected}")
     ids = as_whole_numbers("logit_bias", [pair[0] for pair in pairs], things="token ids")
     bias: dict[int, float] = {}
     for token_id, (_, each) in zip(ids, pairs, strict=True):
         value = _real(each)
         if value is None or not -100 <= value <= 100:
-            raise RequestError(f"logit_bias of token {token_id} is {shown(each)}; {wanted}")
+            raise RequestError(f"logit_bias of token {token_id} is {shown(each)}; {expected}")
         if token_id in bias:
             raise RequestError(f"logit_bias names token {token_id} twice; name every token once")
         bias[token_id] = float(value)
@@ -451,16 +454,16 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation to do.  All doors make one of what they were given, and what it cannot hold raises :class:`RequestError`.
+    """One prompt to generate answers for.  All APIs make one; invalid values raise :class:`RequestError`.
 
     Attributes:
         request_id: unique among unfinished requests, not empty.
         prompt_token_ids: at least one.
-        params: how to sample.
-        priority: the higher is admitted first and preempted last; 64 bits.
+        params: sampling parameters.
+        priority: requests of higher priority are admitted first and preempted last; 64 bits.
         salt: tenant; requests share cached memory only with requests of the same salt.
-        image_hashes: position of a picture's first token -> hash of its content.
-        checkpoints: positions, multiples of a page, at which a chunk of the prompt must end so that state can be saved there.
+        image_hashes: position of a picture's first token -> hash of the picture's content.
+        checkpoints: positions where a chunk of the prompt must end so that state can be saved; multiples of the page size.
         output_token_ids: output tokens that the request begins with, generated elsewhere.  They count as generated: towards
             ``max_tokens``, in penalties and in the random stream.  With the seed of the request that generated them, the next
             tokens are the same as there.
@@ -476,14 +479,12 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check every value and keep it as a plain one; what depends on the engine is the scheduler's to check."""
+        """Check every value and convert it to a plain Python value; the scheduler checks the limits of the engine."""
         put = object.__setattr__
         put(self, "request_id", as_text("request_id", self.request_id))
         put(self, "prompt_token_ids", tuple(as_whole_numbers("prompt_token_ids", self.prompt_token_ids, things="token ids")))
         if not isinstance(self.params, SamplingParams):
-            raise RequestError(
-                f"sampling parameters of type {type(self.params).__name__} were given; make SamplingParams of them"
-            )
+            raise RequestError(f"sampling parameters of type {type(self.params).__name__} were given; give SamplingParams")
         put(self, "priority", as_priority(self.priority))
         put(self, "salt", as_bytes("salt", self.salt))
         if not isinstance(self.image_hashes, Mapping):
@@ -506,12 +507,12 @@ class Request:
             )
 
     def with_seed(self) -> Request:
-        """This request, its parameters with a seed."""
+        """This request with a seed in its parameters."""
         params = self.params.with_seed()
         return self if params is self.params else _with(self, params=params)
 
     def sample(self, sample_idx: int, request_id: str) -> Request:
-        """The request for one of the ``n`` answers alone, under an id of its own."""
+        """The request for one of the ``n`` answers, with its own id."""
         return _with(self, request_id=request_id, params=self.params.with_sample(sample_idx))
 
 
@@ -527,25 +528,25 @@ def as_priority(given: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One generated token of an answer, or its end without one.
+    """One generated token of an answer, or the end of an answer without a token.
 
     Attributes:
-        request_id: whose token.
-        sample_idx: which of the request's ``n`` answers; everything below is said of this one.
+        request_id: request of the token.
+        sample_idx: index of the answer, 0 … n - 1; all other fields describe this answer.
         prompt_len: tokens of the prompt.
-        token_id: the token, or None if the request ended without a new one.
-        finished: whether this is the answer's last record; a request has ended when all its answers have.
-        finish_reason: why it ended; None while it goes on.
-        num_output_tokens: tokens generated so far, this one included.
+        token_id: the token, or None if the answer ended without a new token.
+        finished: whether this is the answer's last record; a request ends when all its answers have ended.
+        finish_reason: why the answer ended; None before its end.
+        num_output_tokens: tokens generated so far, including this one.
         max_num_batched_tokens: the engine's token budget of a step.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed.
-        token_logprobs: log-probability of the token before temperature and truncation, floored at -9999.
-        top_token_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
-        prompt_logprobs: on the first answer's first record, if asked for: entry i is the log-probability of prompt token i
-            given the ones before it, entry 0 is None; otherwise None.
+        token_logprobs: log-probability of the token before temperature and truncation, at least -9999.
+        top_token_ids, top_logprobs: the most likely tokens, best first; ``params.top_logprobs`` gives their number.
+        prompt_logprobs: only on the first record of answer 0, if the request asks for it; entry i is the log-probability of
+            prompt token i after the tokens before it, entry 0 is None.
         nextn_logprobs, sum_smaller_probs: None; not computed.
         draft_tok, accept_tok: drafted and accepted tokens of the step; 0 without speculation.
-        confidence_score: how likely the drafter found it that this token's draft is accepted; None without one.
+        confidence_score: the drafter's predicted probability that this token's draft is accepted; None without a draft.
     """
 
     request_id: str
@@ -568,5 +569,5 @@ class RequestOutput:
     sample_idx: int = 0
 
     def clone(self) -> RequestOutput:
-        """The record itself: records are immutable here and live as long as somebody holds them."""
+        """Return the record itself, because records are immutable."""
         return self

@@ -1,9 +1,9 @@
-"""What a step was asked and what it did: the words between planning and devices.
+"""The plan and the result of a step: the values between the scheduler and the executor.
 
-A step is one forward pass over any mix of requests.  It has two kinds of rows.  *Chunks* are tokens that the host knows: prefill,
-parts of it, replay after a prefix hit and recompute after preemption differ only in numbers.  *Rounds* are decoding: a request's
-anchor, which is the last token it got, and the drafts behind it.  Which tokens these are, where they stand and how many drafts
-are verified only the device knows, since the step before may still run; the host knows bounds.
+A step is one forward pass over any mix of requests.  It has two kinds of rows.  *Chunks* are tokens that the host knows: whole
+prefills, parts of prefills, replays after a prefix hit and recomputation after preemption differ only in numbers.  *Rounds* are
+decoding: the anchor of a request, which is its last token, and the drafts after the anchor.  Only the device knows the tokens,
+the positions and the numbers of verified drafts of rounds, because the step before may still run.  The host knows bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 PLACEHOLDER = ""
-"""Request id of a chunk that belongs to nobody: one token on page 0 and slot 0, by which an idle rank takes part in a step."""
+"""Request id of padding: rounds in slot 0 and page 0, and the chunk of one token by which an idle rank takes part in a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,22 +23,22 @@ class Chunk:
     """Known tokens of one request that a step computes.
 
     Attributes:
-        request_id: whose tokens.
+        request_id: request of the tokens.
         slot: state slot of the request.
-        start: position of the first token; everything before it is computed already, or was found in the prefix cache.
+        start: position of the first token; all tokens before it are computed, or were found in the prefix cache.
         token_ids: [num_tokens] int32, at positions start, start + 1, ….
-        page_ids: [num_pages] int32 pages of the request in order, covering at least start + num_tokens tokens.
+        page_ids: [num_pages] int32, pages of the request in order, for at least start + num_tokens tokens.
         num_image_before: image positions of the request before ``start``.
-        num_logits: how many of the last tokens need logits; one more than the ``target_ids`` if a token is to be sampled.
-        target_ids: tokens of the prompt whose log-probabilities are asked for: those behind the first rows that need logits.
-        anchor_id: the token behind the chunk where it is known already and decoding goes on from it, as after preemption.
-        history_ids: all tokens of the request known so far, in the first chunk of a request whose sampling looks back at them.
+        num_logits: number of last tokens that need logits: the number of ``target_ids``, plus one if a token is sampled.
+        target_ids: prompt tokens whose log-probabilities the request asks for.  The first tokens with logits predict them.
+        anchor_id: the token after the chunk if it is known and decoding continues from it, as after preemption; else None.
+        history_ids: all known tokens of the request, in its first chunk, if its sampling depends on earlier tokens; else None.
         window_floor: no window key before this position exists or is visible.
         write_floor: entries of tokens before this position are in shared pages already and must not be written again.
         decoder_floor: the decoder half runs only from this position on, and sees no window key before it.
-        lookback_ids: the up to max_ngram - 1 tokens before ``start``, when ``slot`` does not remember them; else None.
+        lookback_ids: the up to max_ngram - 1 tokens before ``start`` if ``slot`` does not hold them; else None.
         restore_from: slot whose state is copied into ``slot`` before the step, or None.
-        save_to: slot that ``slot``'s state is copied to after the step, or None.
+        save_to: slot that the state of ``slot`` is copied to after the step, or None.
     """
 
     request_id: str
@@ -65,34 +65,34 @@ class Chunk:
 
     @property
     def num_targets(self) -> int:
-        """Tokens of the prompt whose log-probabilities are asked for."""
+        """Prompt tokens whose log-probabilities the request asks for."""
         return 0 if self.target_ids is None else len(self.target_ids)
 
     @property
     def samples(self) -> bool:
-        """Whether the token behind the chunk is sampled."""
+        """Whether the token after the chunk is sampled."""
         return self.num_logits > self.num_targets
 
     @property
     def drafts(self) -> bool:
-        """Whether the token behind the chunk is known after the step, so that drafts can follow it."""
+        """Whether the token after the chunk is known after the step, so that drafts can follow it."""
         return self.samples or self.anchor_id is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One request's next round of decoding: it verifies some drafts and gets one token more than are accepted.
+    """One request's next round of decoding: it verifies drafts and decides one token more than it accepts.
 
     Attributes:
-        request_id, slot: as of a chunk.
+        request_id, slot: as in :class:`Chunk`.
         start: least position that the anchor can have.
-        max_drafts: drafts to verify at most; the device takes fewer where the request would end before, or the step's total is
-            spent on others.
-        page_ids: [num_pages] int32, covering max_drafts tokens behind the greatest position that the anchor can have, or all that
-            the request may ever have.
-        window_floor, decoder_floor: as of a chunk.
-        save_to: slot that ``slot``'s state is copied to if the round computes the token before ``save_at``, or None.
-        save_at: end of a page.
+        max_drafts: most drafts to verify.  The device takes fewer if the request would end earlier, or if other rounds use up the
+            step's ``num_drafts``.
+        page_ids: [num_pages] int32, for max_drafts tokens after the greatest position that the anchor can have, or for all tokens
+            that the request can have.
+        window_floor, decoder_floor: as in :class:`Chunk`.
+        save_to: slot that the state of ``slot`` is copied to if the round computes the token before ``save_at``, or None.
+        save_at: position of the end of a page.
     """
 
     request_id: str
@@ -111,10 +111,10 @@ class StepPlan:
     """One forward pass.
 
     Attributes:
-        chunks, rounds: every request at most once among both; rows of the chunks come first.
-        num_drafts: drafts to verify in all; the device spreads them over the rounds.  As many as the rounds may have at most, or
-            fewer where it pays to verify only the most promising ones.
-        page_copies: (from, to) pages copied before the step, for requests that diverge inside a page.
+        chunks, rounds: each request is at most once in both together; rows of chunks come first.
+        num_drafts: drafts to verify in all rounds; the device distributes them.  At most the sum of ``max_drafts``; fewer if only
+            the most confident drafts are worth their time.
+        page_copies: (from, to) pages that are copied before the step, for requests that diverge inside a page.
     """
 
     chunks: tuple[Chunk, ...]
@@ -124,7 +124,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the step computes, rows in which a draft might have stood included."""
+        """Rows of the step, including rows for drafts that the device may leave unused."""
         return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.rounds) + self.num_drafts
 
 
@@ -133,11 +133,12 @@ class Sampled:
     """New tokens of a request: the accepted drafts and one more.
 
     Attributes:
-        token_ids: in order.
-        logprobs: log-probability of each, before penalties, temperature and truncation.
-        top_token_ids, top_logprobs: for each, the most likely tokens, best first, as many as the request asked for.
-        num_drafts: drafts that were verified.
-        confidences: of each verified draft, that it would be accepted if those before it were.
+        token_ids: the tokens in order.
+        logprobs: log-probability of each token, before penalties, temperature and truncation.
+        top_token_ids, top_logprobs: for each token, the most likely tokens, best first; ``top_logprobs`` of the request gives
+            their number.
+        num_drafts: verified drafts.
+        confidences: for each verified draft, the predicted probability of its acceptance if all drafts before it are accepted.
     """
 
     token_ids: tuple[int, ...]
@@ -153,15 +154,15 @@ _NO_CONFIDENCES: npt.NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step brought.
+    """Tokens and measurements of a step.
 
     Attributes:
         sampled: request id -> its new tokens, for chunks that sample and for rounds.
         prompt_logprobs: request id -> log-probabilities of its chunk's target ids.
-        confidences: [num_drafting, num_drafts] float32 of the drafts made for the next round, one row for each chunk that samples
-            or has an anchor and for each round, in the order of the plan; empty where nothing is drafted.
-        duration_ms: time that the device spent on the step.
-        num_padding_rows: rows of nobody among those that the device computed, so that a captured graph fits.
+        confidences: [num_drafting, num_drafts] float32 of the drafts for the next round.  The requests are those of chunks that
+            sample or have an anchor, and of rounds, in the order of the plan.  Empty without drafts.
+        duration_ms: device time of the step.
+        num_padding_rows: padding rows that the device computed, so that a captured graph fits.
     """
 
     sampled: Mapping[str, Sampled]

@@ -1,14 +1,13 @@
 """Text to token ids and back, for byte-level BPE vocabularies stored as ``tokenizer.json``.
 
-Owns the vocabulary: spellings, the bytes each id stands for, and the classes that Engram hashes instead of ids.  The library
-``tokenizers`` splits text into ids.  The way back is a table of bytes per id: a whole answer and one streamed token by token
-then give the same text, also where a character is split over tokens or the bytes are no valid UTF-8.  (The library's own
-stream decoder holds invalid bytes back until a valid character follows, and never gives out what is left at the end.)
+Owns the vocabulary: spellings, the bytes of each id, and the classes that Engram hashes instead of ids.  The library
+``tokenizers`` encodes text.  Decoding uses our own table of bytes for each id.  A whole answer and an answer that is streamed
+token by token therefore give the same text, even if a character is split over tokens or the bytes are not valid UTF-8.  (The
+library's own stream decoder keeps invalid bytes until a valid character follows, and loses invalid bytes at the end.)
 
-Invariant: text given to :meth:`Tokenizer.encode` never yields the id of an added token, whatever the text spells; such ids
-enter a prompt only through :meth:`Tokenizer.special`.
+Invariant: :meth:`Tokenizer.encode` never returns the id of an added token.  Only :meth:`Tokenizer.special` gives these ids.
 
-Place in the flow: used by what turns requests into ids and, once at load, by the model for the compression map.  No torch.
+Place in the flow: the prompt reader encodes with it; the model reads the compression map once at load.  No torch.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _NUM_BYTES = 256
 _BLANKS = re.compile("[ \t\r\n]+")
 _REPLACEMENT = "\ufffd"
 _PROBE = "a  B\u00c5\ufb01A\u0308\t7\n \uff21 "
-"""Blanks, capitals, marks, ligatures and wide letters."""
+"""A text with blanks, capitals, marks, ligatures and wide letters; a tokenizer that normalises text changes it."""
 
 
 class TextStream:
-    """Turns the ids of one answer into text as they arrive.
+    """Decodes the ids of one answer one by one.
 
-    Invariant: what all :meth:`push` calls and one :meth:`finish` return, joined, equals ``Tokenizer.decode`` of all ids.
+    Invariant: the results of all :meth:`push` calls and one :meth:`finish`, joined, equal ``Tokenizer.decode`` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -51,7 +50,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """Add one id and return the text that is now certain; "" while a character is incomplete.
+        """Add one id and return the text that is complete now; "" while a character is incomplete.
 
         Raises:
             RequestError: the id is not in the vocabulary.
@@ -59,7 +58,7 @@ class TextStream:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """Return what an unfinished character at the end decodes to: "" or U+FFFD.  The stream is empty afterwards."""
+        """Return the text of an incomplete character at the end: "" or U+FFFD.  The stream is empty afterwards."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest
@@ -114,10 +113,10 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer {path} is not UTF-8 text; copy the file again") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; nothing is added, and spellings of special tokens are ordinary characters.
+        """Ids of plain text.  No token is added; spellings of special tokens are ordinary characters.
 
         Raises:
-            RequestError: the text holds a lone surrogate, which no byte sequence encodes.
+            RequestError: the text holds a lone surrogate, which has no encoding in UTF-8.
         """
         try:
             text.encode()  # the library's own error for such text is a TypeError that explains nothing
@@ -126,7 +125,7 @@ class Tokenizer:
         return self._library.encode(text, add_special_tokens=False).ids
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of ``len(encode(text))``: what it would be if every token were the longest there is.
+        """A lower bound of ``len(encode(text))``: the number of tokens if every token had the greatest length.
 
         Cost: that of encoding the text as UTF-8, 1 ms for 10 MB.
         """
@@ -135,7 +134,7 @@ class Tokenizer:
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._most_bytes)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens spelled out; bytes that are no valid UTF-8 become U+FFFD.
+        """Text of the ids, including the spellings of special tokens; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             RequestError: an id is not in the vocabulary.
@@ -147,7 +146,7 @@ class Tokenizer:
         return TextStream(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes an id stands for; a special token stands for its spelling in UTF-8.
+        """The bytes of an id; for a special token, its spelling in UTF-8.
 
         Raises:
             RequestError: the id is not in the vocabulary.
@@ -169,28 +168,28 @@ class Tokenizer:
         return self._added[spelling]
 
     def compression_map(self) -> npt.NDArray[np.int32]:
-        """The class of every id for Engram's hashes: ids whose texts differ only in case, accents or blanks share one.
+        """The class of every id for Engram's hashes: ids whose texts differ only in case, accents or blanks share a class.
 
-        The key of an id is its text in NFKC, then NFD, without marks, in lower case, with every run of blanks made one space
-        and no white space at the ends.  A text of one space stays; one that this would empty (marks or white space only) is
-        its own key; where the bytes are no complete text, the key is the vocabulary entry.
+        The key of an id is its text in NFKC, then NFD, without marks, in lower case, with each run of blanks as one space, and
+        without white space at the ends.  A text of one space keeps that space.  A text that this rule would make empty (only
+        marks or white space) is its own key.  If the bytes are not a complete text, the key is the vocabulary entry.
 
         Returns:
             [vocab_size] int32; classes are numbered from 0 in the order in which they first appear.
 
-        Source: the published compressed vocabulary size, 99,092 classes for the 129,280 ids of the V4 tokenizer, which only
-        this rule meets.  Cost: one pass over the vocabulary in Python.
+        Source: the published size of the compressed vocabulary, 99,092 classes for the 129,280 ids of the V4 tokenizer; only this
+        rule gives this size.  Cost: one pass over the vocabulary in Python.
         """
         classes: dict[str, int] = {}
         numbered = [classes.setdefault(self._class_key(token_id), len(classes)) for token_id in range(self.vocab_size)]
         return np.array(numbered, dtype=np.int32)
 
     def save(self, path: Path) -> None:
-        """Write the ``tokenizer.json`` this vocabulary was made from to the file ``path``."""
+        """Write the ``tokenizer.json`` of this vocabulary to the file ``path``."""
         path.write_text(self._source, encoding="utf-8")
 
     def _table_of_bytes(self) -> list[bytes]:
-        """Bytes of every id: an added token's UTF-8 spelling, or the bytes that an entry's characters stand for."""
+        """Bytes of every id: an added token's spelling in UTF-8, or the bytes of an entry's characters."""
         byte_of = {spelling: byte for byte, spelling in enumerate(byte_spellings())}
         try:
             return [
@@ -203,14 +202,14 @@ class Tokenizer:
             ) from error
 
     def _longest(self) -> int:
-        """Bytes of the longest token that text can yield; 0 where tokens may stand for more of a text than their own bytes."""
+        """Bytes of the longest token that a text can have; 0 if a token may replace more of a text than its own bytes."""
         plain = [each for each, spelling in zip(self._bytes, self._spellings, strict=True) if spelling not in self._added]
-        is_exact = self.decode(self.encode(_PROBE)) == _PROBE  # nothing is normalised, dropped or added
-        has_all_bytes = sum(len(each) == 1 for each in set(plain)) == _NUM_BYTES  # others are dropped without a word
+        is_exact = self.decode(self.encode(_PROBE)) == _PROBE  # the tokenizer normalises, drops and adds nothing
+        has_all_bytes = sum(len(each) == 1 for each in set(plain)) == _NUM_BYTES  # the library drops missing bytes silently
         return max(map(len, plain), default=0) if is_exact and has_all_bytes else 0
 
     def _class_key(self, token_id: int) -> str:
-        """What the ids of one class have in common; see :meth:`compression_map`."""
+        """The common key of all ids of one class; see :meth:`compression_map`."""
         text = self._bytes[token_id].decode("utf-8", "replace")
         if _REPLACEMENT in text:
             return self._spellings[token_id]
@@ -221,9 +220,9 @@ class Tokenizer:
 
 
 def byte_spellings() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, indexed by the byte.
+    """The character of each byte in a byte-level vocabulary, indexed by the byte.
 
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
+    A printable Latin-1 byte is its own character.  The other bytes, in order, are the characters from U+0100 on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
@@ -231,10 +230,10 @@ def byte_spellings() -> list[str]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The tokenizer of the ``nano`` model: one id a byte, no merges, and the special tokens that prompts are made of.
+    """The tokenizer of the ``nano`` model: one id for each byte, no merges, and the special tokens of prompts.
 
-    Ids 0 to 2 begin, end and pad; 3 to 258 are the bytes in order; 259 to 265 mark turns, thinking and tool calls; 266 to 269
-    are reserved; 270 is the image token and 271 the drafter's noise token.
+    Ids 0 to 2 are the begin, end and padding tokens.  Ids 3 to 258 are the bytes in order.  Ids 259 to 265 mark turns, thinking
+    and tool calls.  Ids 266 to 269 are reserved.  Id 270 is the image token.  Id 271 is the drafter's noise token.
     """
     head = [BOS, EOS, PAD]
     marks = ["<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<think>", "</think>", "｜DSML｜"]
@@ -249,10 +248,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _build(source: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer for ``source``, set so that it never finds an added token in text.
+    """The library's tokenizer for ``source``, configured so that it never finds an added token in text.
 
-    The library ignores added tokens in text only if they are marked special, and published files leave the marks of turns and
-    thinking unmarked; so all are marked here.  Saving and decoding do not see this change.
+    The library ignores added tokens in text only if they are marked as special.  Published files do not mark the tokens of turns
+    and thinking.  This function marks all of them.  The change does not affect :meth:`Tokenizer.save` and decoding.
     """
     try:
         description: dict[str, Any] = json.loads(source)

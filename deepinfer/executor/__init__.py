@@ -1,1 +1,1 @@
-"""Makes a plan happen on the devices."""
+"""Runs the steps of the scheduler's plans on the devices."""

@@ -1,4 +1,4 @@
-"""Times steps of rounds on a worker that has nothing else to do: the one clock of engine and benchmarks."""
+"""Measures the time of steps of rounds on a worker without requests.  The engine and the benchmarks use it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, Round, StepPlan
 
 _TEXT_ID = 3
-"""Any token will do."""
+"""Token id of all tokens; its value does not matter."""
 
 
 class StepClock:
-    """Steps of any number of rows: rounds of full length, and a shorter one for the rest.
+    """Measures steps of any number of rows: rounds of full length, and one shorter round if rows are left.
 
-    Only the time is of use: requests stand behind ``context`` tokens that nobody computed, and share pages where there are too
-    few.  Slots and pages may hold anything afterwards, which no request will look at.  Nothing has to be ranked: the lengths are
-    planned, not chosen, so a step costs what it costs at full length.
+    Only the time has a meaning.  Each request pretends to have ``context`` tokens, which are never computed.  Requests share
+    pages if there are too few.  Slots and pages hold arbitrary values afterwards; no later request reads them.  The plan fixes
+    the number of drafts of each round, so the device has no choice between drafts.
     """
 
     def __init__(self, worker: Worker, *, num_drafts: int, max_rows: int, context: int) -> None:
-        """Take requests enough for ``max_rows`` rows into a worker that does nothing else; their slots are 1, 2, …."""
+        """Add enough requests for ``max_rows`` rows to a worker without requests; they get slots 1, 2, …."""
         self._worker = worker
         self._num_drafts = num_drafts
         self._context = context
@@ -33,7 +33,7 @@ class StepClock:
             worker.add(self._name(number), params, context)
 
     def measure_ms(self, num_rows: int) -> float:
-        """Time that the device spends on one step of so many rows: verifying, deciding, drafting again."""
+        """Device time of one step of ``num_rows`` rows that verifies drafts, decides tokens and makes new drafts."""
         num_requests = -(-num_rows // (1 + self._num_drafts))
         self._run(self._before(num_requests, drafts=True))
         num_drafts = num_rows - num_requests
@@ -52,20 +52,22 @@ class StepClock:
         return self._run(StepPlan(chunks=(), rounds=tuple(rounds), num_drafts=num_drafts))
 
     def measure_draft_ms(self, num_requests: int) -> float:
-        """Time by which a step of one token of so many requests is longer if it also drafts; may be below 0 by chance."""
+        """Time that drafting adds to a step with one token for each of ``num_requests``; noise can make it negative."""
         return self._run(self._before(num_requests, drafts=True)) - self._run(self._before(num_requests, drafts=False))
 
     def _run(self, plan: StepPlan) -> float:
-        assert len(plan.chunks) + len(plan.rounds) <= self._num_requests, "there are requests for that many rows"
+        assert len(plan.chunks) + len(plan.rounds) <= self._num_requests, (
+            "the step has at most as many requests as max_rows needs"
+        )
         return self._worker.launch(plan).result().duration_ms
 
     def close(self) -> None:
-        """Take the requests out again."""
+        """Remove the requests from the worker."""
         for number in range(self._num_requests):
             self._worker.remove(self._name(number))
 
     def _before(self, num_requests: int, *, drafts: bool) -> StepPlan:
-        """A step that puts every request to where its round begins, and leaves it there with or without drafts."""
+        """A step that computes the last context token of each request, and makes drafts if ``drafts``."""
         ids = np.full(1, _TEXT_ID, dtype=np.int32)
         return StepPlan(
             chunks=tuple(

@@ -1,7 +1,7 @@
-"""What a step decided, on its way to the host: copied without waiting, read when somebody needs it.
+"""Copies the results of a step to the host: asynchronously at launch, waited for in :meth:`Launched.result`.
 
-Invariant: no token leaves this module that was chosen among numbers that are none.  Log-probabilities and confidences are NaN
-where the logits behind them are not finite; the host, which gets them anyway, looks for NaN before it hands anything on.
+Invariant: no token leaves this module if its logits are not finite.  In that case its log-probability or confidence is NaN.  The
+host reads these values anyway, and looks for NaN before it returns a result.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from deepinfer.kv.cache import CacheContent
 from deepinfer.request import SamplingParams
 from deepinfer.step import Sampled, StepResult
 
-_MOST_NAMED = 3
-"""Requests that an error names."""
+_MAX_NAMED = 3
+"""Most requests that an error names."""
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Start a copy to the host."""
+    """Start an asynchronous copy to the host; returns the copy."""
     if values.device.type == "cpu":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 class Stopwatch:
-    """Time that the device spends between two points of the work it is given."""
+    """Device time between two points in the device's work."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start."""
+        """Mark the start."""
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
         if device.type == "cuda":
@@ -52,7 +52,7 @@ class Stopwatch:
             self._seconds = time.perf_counter() - self._start
 
     def wait_ms(self) -> float:
-        """Wait for the end; milliseconds."""
+        """Wait for the end; returns milliseconds."""
         if self._events is None:
             return self._seconds * 1e3
         self._events[1].synchronize()
@@ -79,16 +79,16 @@ class CopiedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step on its way; :meth:`result` waits for it.
+    """A launched step; :meth:`result` waits for it.
 
     Attributes:
-        request_ids, params: of the requests in ``decided``.
-        decided: copies on the host, complete once ``stopwatch`` has stopped; None if nothing was decided.
+        request_ids, params: ids and parameters of the requests in ``decided``.
+        decided: copies on the host, complete when ``stopwatch`` has reached its end; None if the step decides nothing.
         prompt_logprobs: request id -> [num_targets] copies on the host.
         confidences: [num_drafting, num_drafts] copy on the host, or None.
-        drafting_ids: of the requests in ``confidences``.
-        stopwatch: of the step.
-        num_padding_rows: as in the result.
+        drafting_ids: ids of the requests in ``confidences``.
+        stopwatch: measures the step.
+        num_padding_rows: as in :class:`~deepinfer.step.StepResult`.
     """
 
     request_ids: Sequence[str]
@@ -101,10 +101,10 @@ class Launched:
     num_padding_rows: int
 
     def result(self) -> StepResult:
-        """Wait for the step and read what it did.
+        """Wait for the step and read its results.
 
         Raises:
-            StepFailed: something that it brought is not a number.
+            StepFailed: a result is not a finite number.
         """
         duration_ms = self.stopwatch.wait_ms()
         self._check()
@@ -143,18 +143,18 @@ class Launched:
         )
 
     def _check(self) -> None:
-        """Raise :class:`StepFailed` if a token, a prompt's log-probability or a draft comes from logits that are not numbers."""
+        """Raise :class:`StepFailed` if a token, a prompt's log-probability or a draft comes from logits that are not finite."""
         for what, names in self._not_numbers():
-            # The id of an answer is its request's, a zero character and a number.
+            # The id of an answer is the id of its request, a zero character and a number.
             callers = list(dict.fromkeys(name.partition("\0")[0] for name in names))
-            more = f" and {len(callers) - _MOST_NAMED} more" if len(callers) > _MOST_NAMED else ""
+            more = f" and {len(callers) - _MAX_NAMED} more" if len(callers) > _MAX_NAMED else ""
             raise StepFailed(
-                f"{what} of {', '.join(map(repr, callers[:_MOST_NAMED]))}{more} are not finite numbers, so that no token can be "
+                f"{what} of {', '.join(map(repr, callers[:_MAX_NAMED]))}{more} are not finite numbers, so that no token can be "
                 "trusted; the weights may be damaged: check the checkpoint's files and start another engine"
             )
 
     def _not_numbers(self) -> Iterator[tuple[str, list[str]]]:
-        """What is NaN, and whose, one kind of results after the other."""
+        """Yield each kind of result that contains NaN, with the ids of its requests."""
         if self.decided is not None:
             decided = self.decided
             is_emitted = torch.arange(decided.logprobs.shape[1]) <= decided.num_accepted.unsqueeze(1)
@@ -167,12 +167,12 @@ class Launched:
 
 
 def _named(what: str, names: Sequence[str], is_nan: Tensor) -> Iterator[tuple[str, list[str]]]:
-    """``what`` with those of ``names`` where ``is_nan`` [num_names] bool; nothing if there are none."""
+    """Yield ``what`` with the ``names`` where ``is_nan`` [num_names] bool is True; yield nothing if all are False."""
     if is_nan.any():
         yield what, [name for name, is_bad in zip(names, is_nan.tolist(), strict=True) if is_bad]
 
 
 def on_host(decided: Decided, num_requests: int) -> Decided:
-    """Start copies of everything that was decided about the first ``num_requests`` to the host."""
+    """Start asynchronous copies of the decisions about the first ``num_requests`` requests to the host."""
     fields = {name: to_host(getattr(decided, name)[:num_requests]) for name in Decided.__slots__}
     return Decided(**fields)

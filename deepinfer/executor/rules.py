@@ -1,13 +1,13 @@
-"""Rules about tokens, request by request: bias, penalties, what is allowed, what is forced.
+"""Token rules of each request: bias, penalties, allowed tokens, forced tokens.
 
-Everything that changes a row of logits before temperature and filters lives here.  A rule is evaluated at each packed row of its
-request as if the drafts in front of that row had been emitted; only tokens that were emitted for good enter the counts.
+This module makes all changes to logits before temperature and filters.  A rule is evaluated at each row of its request as if the
+drafts before that row had been emitted.  Only emitted tokens enter the counts.
 
-Invariant: a request's rows depend on its own parameters, text and drafts alone.  Nothing here waits for the device.
+Invariant: the logits of a request depend on its own parameters, text and drafts alone.  Nothing here waits for the device.
 
-Cost: memory and time only for requests that use a rule, one row of the vocabulary each while they hold a slot: 4 bytes a token
-for a bias, 5 for penalties, 1 for a mask (:func:`rules_bytes`).  A step without such requests gets its logits and the engine's
-own mask back as they are.  Temporaries stay within the bound of ``ops.sampling``.
+Cost: only requests that use a rule cost memory and time.  While such a request holds a slot, it takes for each token of the
+vocabulary 4 bytes for a bias, 5 for penalties, 1 for a mask (:func:`rules_bytes`).  A step without such requests gets its logits
+and the engine's mask back unchanged.  Temporaries stay within the bound of ``ops.sampling``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from deepinfer.ops.sampling import parts_of, penalise, row_bytes
 from deepinfer.request import SamplingParams
 
 _RULE_BYTES = 4 + 4 + 1 + 1
-"""Bytes of a bias, counts, what the prompt has seen, and a mask, for each id."""
+"""Bytes for each id: a bias, an output count, whether the prompt contains the id, and a mask."""
 
 
 def rules_bytes(vocab_size: int, *, num_requests: int, num_rows: int, element_size: int) -> int:
-    """Most bytes that rules take beside their bounded temporaries.
+    """Most bytes that rules take, without their bounded temporaries.
 
-    vocab_size x (num_requests x 10 x 2, tables of bias, counts and masks, which grow by doubling, + num_requests x 4, the one
-    that grows, + (num_rows + 1) x (element_size + 1), logits that are changed and a mask for each).
+    The sum of three terms, each times ``vocab_size``:
+
+    * num_requests x 10 x 2: tables of bias, counts and masks, which grow by doubling.
+    * num_requests x 4: the copy of the table that grows.
+    * (num_rows + 1) x (element_size + 1): changed logits and their masks.
 
     Args:
-        num_requests: that run at once.
-        num_rows: of logits in a step.
+        num_requests: most requests that run at once.
+        num_rows: most rows with logits in a step.
         element_size: bytes of a logit.
     """
     tables = num_requests * (2 * _RULE_BYTES + 4)
@@ -45,13 +48,13 @@ def rules_bytes(vocab_size: int, *, num_requests: int, num_rows: int, element_si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Whose the rows of a step's logits are.
+    """Maps the rows of a step's logits to requests.
 
     Attributes:
-        request_ids: on the host, in the order in which they own rows; unknown ones have no rules.
-        owners: [num_logits] int64, index into request_ids; padding rows, all behind the last request's, name any.
-        offsets: [num_logits] int64, 0 at the row of the anchor, j at the row of draft j; anything at padding rows.
-        positions: [num_logits] int64, decided positions.
+        request_ids: on the host, in the order of their rows; unknown ids have no rules.
+        owners: [num_logits] int64, index into request_ids; padding rows come last and hold any valid index.
+        offsets: [num_logits] int64, 0 at the anchor, j at draft j; any value at padding rows.
+        positions: [num_logits] int64, position of the token that the row decides.
         draft_ids: [num_requests, width] int64, -1 = no draft.
     """
 
@@ -64,14 +67,14 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """What is known of one request's rules.
+    """The rules of one request.
 
     Attributes:
-        params: its parameters.
-        num_prompt: tokens of its prompt.
-        bias, history, mask: its row in the table of that name, or None if it needs none.
-        golden: [length] int64 on the device, the forced tokens; None without.
-        eos_from: first position where the end token may stand.
+        params: parameters of the request.
+        num_prompt: tokens of the prompt.
+        bias, history, mask: index of the request's entry in the table of that name, or None if it needs none.
+        golden: [length] int64 on the device, the forced tokens, or None.
+        eos_from: first position where the end token is allowed.
     """
 
     params: SamplingParams
@@ -88,7 +91,7 @@ class _Rule:
 
 
 class _Table:
-    """Device tensors with one row of the vocabulary for each request that needs one.
+    """Device tensors with one entry [vocab_size] for each request that needs one.
 
     Attributes:
         tensors: [capacity, vocab_size] each.
@@ -99,7 +102,7 @@ class _Table:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """A row with anything in it."""
+        """Index of a free entry, which holds arbitrary values."""
         if not self._free:
             capacity = len(self.tensors[0])
             more = max(4, capacity)
@@ -107,22 +110,22 @@ class _Table:
             self.tensors = [torch.cat([each, each.new_zeros(more, each.shape[1])]) for each in self.tensors]
         return self._free.pop()
 
-    def give_back(self, row: int | None) -> None:
-        if row is not None:
-            self._free.append(row)
+    def give_back(self, idx: int | None) -> None:
+        if idx is not None:
+            self._free.append(idx)
 
 
 class TokenRules:
     """The rules of all unfinished requests.
 
-    Call :meth:`add` once a request, :meth:`start` whenever it gets a slot, :meth:`stop` when it has lost it, then for each step
-    :meth:`apply` and, with what was emitted, :meth:`record`.
+    Call :meth:`add` once for each request, :meth:`start` when it gets a slot, :meth:`stop` when it loses the slot.  For each step
+    call :meth:`apply`, then :meth:`record` with the emitted tokens.
 
-    Invariant: the counts of a request that runs are those of its emitted tokens.  One that waits holds no row of any table.
+    Invariant: the counts of a running request are the counts of its emitted tokens.  A waiting request holds no table entry.
     """
 
     def __init__(self, vocab_size: int, *, eos_token_id: int, forbidden: Sequence[int], device: torch.device) -> None:
-        """No requests yet; ``forbidden`` ids are never sampled for any of them, unless they are forced."""
+        """Start without requests; ``forbidden`` ids are never sampled for any request, unless they are forced."""
         self._device = device
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -131,26 +134,26 @@ class TokenRules:
         self._allowed_on_host = allowed
         self._allowed = to_device(allowed, device)
         self._known: dict[str, tuple[SamplingParams, int]] = {}  # parameters and tokens of the prompt
-        self._rules: dict[str, _Rule] = {}  # only of requests that run and have any
+        self._rules: dict[str, _Rule] = {}  # only running requests that have rules
         self._biases = _Table(vocab_size, [torch.float32], device)
-        self._histories = _Table(vocab_size, [torch.int32, torch.bool], device)  # output counts, prompt seen
+        self._histories = _Table(vocab_size, [torch.int32, torch.bool], device)  # output counts, whether the prompt has the id
         self._masks = _Table(vocab_size, [torch.bool], device)
 
     def add(self, request_id: str, params: SamplingParams, num_prompt: int) -> None:
-        """Remember a request whose prompt has ``num_prompt`` tokens.  Every id must be inside the vocabulary."""
+        """Add a request whose prompt has ``num_prompt`` tokens.  Every id in ``params`` must be inside the vocabulary."""
         self._known[request_id] = params, num_prompt
 
     def _take(self, params: SamplingParams, num_prompt: int) -> _Rule:
-        """Rows of the tables for a request, filled in."""
+        """Take table entries for a request and fill them in, except the history."""
         allowed = self._allowed_on_host.clone()
         if params.allowed_token_ids is not None:
             allowed &= torch.zeros_like(allowed).index_fill_(0, torch.tensor(params.allowed_token_ids), True)
         allowed.index_fill_(0, torch.tensor(params.banned_token_ids, dtype=torch.int64), False)
         if not bool(allowed.any()):
-            allowed[self._eos_token_id] = True  # the engine forbids all that the request allows: it may only end
+            allowed[self._eos_token_id] = True  # the engine forbids every token that the request allows: only the end is left
         eos_from = num_prompt + params.first_n_token_no_eos
         if int(allowed.sum()) == int(allowed[self._eos_token_id]):
-            eos_from = num_prompt  # holding the end token back would leave nothing
+            eos_from = num_prompt  # the end token is the only allowed token
         mask = bias = history = golden = None
         if params.has_token_mask:
             mask = self._masks.take()
@@ -163,7 +166,7 @@ class TokenRules:
         if params.needs_history:
             history = self._histories.take()
         if params.golden_token_ids is not None:
-            # Steps copy these; an answer has no more of them than tokens.
+            # Each step copies these; tokens after max_tokens are never used.
             golden = to_device(torch.tensor(params.golden_token_ids[: params.max_tokens]), self._device)
         return _Rule(
             params=params, num_prompt=num_prompt, bias=bias, history=history, mask=mask, golden=golden, eos_from=eos_from
@@ -175,7 +178,7 @@ class TokenRules:
         self.stop(request_id)
 
     def stop(self, request_id: str) -> None:
-        """Give the rows of a request back, which has to be started before it runs again."""
+        """Free the table entries of a request; call :meth:`start` before it runs again."""
         rule = self._rules.pop(request_id, None)
         if rule is not None:
             self._biases.give_back(rule.bias)
@@ -183,11 +186,11 @@ class TokenRules:
             self._masks.give_back(rule.mask)
 
     def start(self, request_id: str, token_ids: npt.NDArray[np.int32] | None = None) -> None:
-        """Take rows for a request that has none, and count its text from scratch.
+        """Take table entries for a request that has none, and count its text from the beginning.
 
         Args:
-            token_ids: [num_tokens] all tokens that it has, first those of the prompt, then the output's; None leaves the counts
-                alone, for a request without ``params.needs_history`` and between its steps.
+            token_ids: [num_tokens] all tokens of the request, prompt and then output.  None keeps the counts; use it for a
+                request without ``params.needs_history``, and for a request that already runs.
         """
         rule = self._rules.get(request_id)
         if rule is None:
@@ -204,16 +207,16 @@ class TokenRules:
         seen.zero_().index_fill_(0, prompt, True)
 
     def apply(self, logits: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
-        """The logits of a step under its requests' rules, and which tokens may be chosen.
+        """Apply the rules of a step's requests to its logits.
 
         Args:
-            logits: [num_logits, vocab_size] as the model made them; not changed.
-            packed: whose they are.
+            logits: [num_logits, vocab_size] of the model; not changed.
+            packed: the requests of the logits.
 
         Returns:
             logits: the same object if no request of the step has a bias or penalties; else [num_logits, vocab_size] fp32 (fp64
                 for fp64 logits).
-            mask: bool, True = allowed, at least one a row: [vocab_size] if no request of the step has a rule about it, else
+            mask: bool, True = allowed, at least one True for each row: [vocab_size] if no request of the step has a mask, else
                 [num_logits, vocab_size].
         """
         present = [(i, self._rules[name]) for i, name in enumerate(packed.request_ids) if name in self._rules]
@@ -224,7 +227,7 @@ class TokenRules:
         penalised = [(i, rule) for i, rule in present if rule.history is not None]
         masked = [(i, rule) for i, rule in present if rule.has_mask]
         if biased or penalised:
-            # One row more, for what belongs to rows that are not there.
+            # One extra row takes what is written for missing rows (see _Rows).
             logits = torch.cat([logits, logits.new_zeros(1, logits.shape[1])]).to(accumulation_dtype(logits))
         num_bytes = rows.height * row_bytes(self._vocab_size, logits.dtype)
         for part in parts_of(len(biased), num_bytes) if biased else ():
@@ -244,11 +247,11 @@ class TokenRules:
         return logits, mask[:-1]
 
     def record(self, request_ids: Sequence[str], emitted: Tensor) -> None:
-        """Count what a step has emitted.
+        """Count the tokens that a step has emitted.
 
         Args:
             request_ids: on the host.
-            emitted: [num_requests, width + 1] int64, -1 = none.
+            emitted: [num_requests, width + 1] int64, -1 = no token.
         """
         present = [(i, rule.history) for i, name in enumerate(request_ids) if (rule := self._rules.get(name)) is not None]
         counted = [(i, history) for i, history in present if history is not None]
@@ -261,18 +264,18 @@ class TokenRules:
         counts.view(-1).scatter_add_(0, flat.flatten(), (tokens >= 0).int().flatten())
 
     def _columns(self, numbers: Iterable[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Columns of whole numbers as int64 on the device, in one copy."""
+        """The columns of a table of integers as int64 tensors on the device, with one copy."""
         return to_device(torch.tensor(list(numbers), dtype=torch.int64).t().contiguous(), self._device).unbind(0)
 
     def _penalise(self, logits: Tensor, penalised: Sequence[tuple[int, _Rule]], rows: _Rows) -> None:
-        """Penalties on the rows of ``penalised`` requests, in place."""
+        """Apply penalties to the logits of ``penalised`` requests, in place."""
         owners, tables = self._columns((i, rule.history) for i, rule in penalised if rule.history is not None)
         values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (rule.params for _, rule in penalised)]
         repetition, frequency, presence = to_device(
             torch.tensor(values, dtype=torch.float32).repeat_interleave(rows.height, 0).t().contiguous(), self._device
         )
         counts, seen = (each[tables] for each in self._histories.tensors)
-        # [num_penalised, height, vocab_size]: at row j the drafts up to j are output, too.
+        # [num_penalised, height, vocab_size]: at offset j, drafts 1 … j count as output.
         drafts = rows.draft_ids[owners]
         slots = torch.arange(rows.height, device=self._device)
         is_before = (slots[1:] <= slots.unsqueeze(1)) & (drafts >= 0).unsqueeze(1)
@@ -290,23 +293,23 @@ class TokenRules:
         logits.index_copy_(0, where, changed)
 
     def _mask(self, mask: Tensor, masked: Sequence[tuple[int, _Rule]], rows: _Rows) -> None:
-        """Write what the rows of ``masked`` requests may choose from into ``mask`` [num_logits + 1, vocab_size] bool."""
+        """Write the allowed tokens of ``masked`` requests into ``mask`` [num_logits + 1, vocab_size] bool."""
         tables = [-1 if rule.mask is None else rule.mask for _, rule in masked]
         forced = [rule.golden for _, rule in masked if rule.golden is not None]
         lens = [0 if rule.golden is None else len(rule.golden) for _, rule in masked]
         starts = np.cumsum([0, *lens[:-1]]).tolist()
         owners, table, eos_from, num_prompt, length, start = self._columns(
-            (i, row, rule.eos_from, rule.num_prompt, count, first)
-            for (i, rule), row, count, first in zip(masked, tables, lens, starts, strict=True)
+            (i, idx, rule.eos_from, rule.num_prompt, count, first)
+            for (i, rule), idx, count, first in zip(masked, tables, lens, starts, strict=True)
         )
         allowed = self._allowed.expand(len(masked), -1)
-        if any(row >= 0 for row in tables):
+        if any(idx >= 0 for idx in tables):
             allowed = torch.where(table.unsqueeze(1) < 0, allowed, self._masks.tensors[0][table.clamp_min(0)])
         where = rows.of(owners)
         positions = rows.positions[where].view(len(masked), -1)
         token_ids = torch.arange(self._vocab_size, device=self._device)
-        is_held_back = (positions < eos_from.unsqueeze(1)).unsqueeze(2) & (token_ids == self._eos_token_id)
-        allowed = allowed.unsqueeze(1) & ~is_held_back
+        is_early_eos = (positions < eos_from.unsqueeze(1)).unsqueeze(2) & (token_ids == self._eos_token_id)
+        allowed = allowed.unsqueeze(1) & ~is_early_eos
         if forced:
             idx = positions - num_prompt.unsqueeze(1)
             is_forced = (idx >= 0) & (idx < length.unsqueeze(1))
@@ -317,12 +320,12 @@ class TokenRules:
 
 
 class _Rows:
-    """Packed rows as a rectangle: every request has ``height`` = width + 1 of them, some of which are not there.
+    """Packed rows as a rectangle: every request has ``height`` = width + 1 cells; a cell without a row is missing.
 
     Attributes:
-        height: rows of one request.
-        num_logits: rows in all; the row of that number stands for rows that are not there.
-        positions: [num_logits + 1] int64, decided positions.
+        height: cells of one request.
+        num_logits: number of all rows; index ``num_logits`` stands for missing rows.
+        positions: [num_logits + 1] int64, position of the token that the row decides.
         draft_ids: [num_requests, width] int64.
     """
 
@@ -334,11 +337,11 @@ class _Rows:
         cells = num_requests * self.height
         numbers = torch.arange(self.num_logits, device=device)
         cell = torch.where(packed.offsets < self.height, packed.owners * self.height + packed.offsets, cells)
-        # The first row wins, because padding may name a cell that has a row.
+        # The row with the least number wins, because a padding row may name the cell of a real row.
         dense = torch.full((cells + 1,), self.num_logits, device=device)
         dense.scatter_reduce_(0, cell.clamp(0, cells), numbers, "amin")
         self._dense = dense[:-1].view(num_requests, self.height)
 
     def of(self, owners: Tensor) -> Tensor:
-        """[num_owners * height] int64: the rows of these requests."""
+        """[num_owners * height] int64: row numbers of these requests, ``num_logits`` for missing rows."""
         return self._dense[owners].flatten()

@@ -1,4 +1,4 @@
-"""Per-request device state, by slot: how it is sampled, where it stands, and the drafts of its next round."""
+"""Device state of requests by slot: sampling parameters, position, and the drafts of the next round."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from deepinfer.request import SamplingParams
 
 
 class SlotTable:
-    """One row per slot.
+    """One entry for each slot.
 
-    Invariant: a slot's row belongs to the request that was written last; rows of free slots mean nothing.
+    Invariant: the entry of a slot belongs to the request that :meth:`write` was last called for.  Entries of free slots have no
+    meaning.
 
     Attributes:
-        num_tokens_max: [num_slots] int64, tokens that the request ends with at the latest.
+        num_tokens_max: [num_slots] int64, most tokens that the request can have.
         stops_at_eos: [num_slots] bool.
-        num_tokens: [num_slots] int64, tokens decided, the anchor included; counts on while the host has not seen an end.
-        anchor_ids: [num_slots] int64, the token decided last.
-        has_ended: [num_slots] bool, whether the end token was among the last tokens.
-        draft_ids: [num_slots, num_drafts] int64, drafts behind the anchor.
-        draft_logits: [num_slots, num_drafts, vocab_size] they were drawn from, unrounded, or None where nobody asks.
+        num_tokens: [num_slots] int64, decided tokens, including the anchor.  It keeps growing until the host sees the end.
+        anchor_ids: [num_slots] int64, the last decided token.
+        has_ended: [num_slots] bool, whether the last step decided an end token.
+        draft_ids: [num_slots, num_drafts] int64, drafts after the anchor.
+        draft_logits: [num_slots, num_drafts, vocab_size] unrounded logits that the drafts were drawn from, or None if unused.
         confidences: [num_slots, num_drafts] fp32 of the drafts.
     """
 
@@ -35,7 +36,7 @@ class SlotTable:
         draft_vocab: int = 0,
         draft_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Rows for ``num_slots`` slots on ``device``; ``draft_vocab`` is the vocabulary's size where draft logits are kept."""
+        """Allocate entries for ``num_slots`` slots; ``draft_vocab`` is the vocabulary's size if draft logits are kept, else 0."""
         self._device = device
         self._reals = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
         self._integers = torch.zeros(num_slots, 2, dtype=torch.int64, device=device)  # top_k, seed
@@ -51,18 +52,18 @@ class SlotTable:
             self.draft_logits = torch.zeros(num_slots, num_drafts, draft_vocab, dtype=draft_dtype, device=device)
 
     def write(self, slot: int, params: SamplingParams, num_tokens_max: int) -> None:
-        """Give ``slot`` to a request that nothing was decided for yet, and whose parameters have a seed."""
-        assert params.seq_seed is not None, "a request got its seed when it was taken in"
+        """Give ``slot`` to a request without decided tokens; ``params`` must have a seed."""
+        assert params.seq_seed is not None, "admission gives every request a seed"
         reals = torch.tensor([params.temperature, params.top_p, params.min_p], dtype=torch.float32)
         integers = torch.tensor([params.top_k, signed(params.seq_seed), num_tokens_max, int(not params.ignore_eos)])
         self._reals[slot] = to_device(reals, self._device)
-        there = to_device(integers, self._device)
-        self._integers[slot] = there[:2]
-        self.num_tokens_max[slot] = there[2]
-        self.stops_at_eos[slot] = there[3].bool()
+        copied = to_device(integers, self._device)
+        self._integers[slot] = copied[:2]
+        self.num_tokens_max[slot] = copied[2]
+        self.stops_at_eos[slot] = copied[3].bool()
 
     def sampling(self, slots: Tensor, *, filters: bool) -> SamplingRows:
-        """How the requests of ``slots`` [num_rows] int64 are sampled; ``filters`` as in :class:`SamplingRows`."""
+        """Sampling parameters of the requests in ``slots`` [num_requests] int64; ``filters`` as in :class:`SamplingRows`."""
         reals, integers = self._reals[slots], self._integers[slots]
         return SamplingRows(
             temperature=reals[:, 0],

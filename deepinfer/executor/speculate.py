@@ -1,11 +1,10 @@
-"""Draft, verify, accept.  Nobody else knows that a token can be rejected.
+"""Draft, verify, accept.  Only this module knows that a token can be rejected.
 
-A round verifies the drafts that the step before made, keeps those that are right, decides one token more, and drafts again from
-there.  Where a request stands is known here, on the device, before anybody on the host knows it.
+A round verifies the drafts of the step before, accepts the right ones, decides one more token, and makes new drafts.  The device
+knows the position of a request here before the host knows it.
 
-Nothing is undone when a draft is rejected: all state is addressed by position, reads are bounded by position, and the next round
-writes over what the rejected drafts left.  The one thing written after the fact is the drafter's context, which is taken from
-accepted tokens only.
+A rejected draft needs no undo: all state is addressed by position, reads are bounded by position, and the next round overwrites
+the state of rejected drafts.  The drafter's context is an exception: it is written after the decision, from accepted tokens only.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from deepinfer.step import Chunk, Round, StepPlan
 
 
 def finite_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities, NaN in rows with a logit that is not finite: each of their tokens depends on all of them.
+    """Log-probabilities, NaN in rows with a logit that is not finite, because each log-probability depends on all logits.
 
     Args and returns: as :func:`~deepinfer.ops.sampling.token_logprobs`.
     """
@@ -48,16 +47,18 @@ def finite_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Tokens that a step decided, on the device; requests are chunks that sample, then rounds, in the order of the plan.
+    """Tokens that a step decided, on the device.
+
+    The requests are those of chunks that sample, then those of rounds, in the order of the plan.
 
     Attributes:
-        starts: [num_requests] int64 position of each anchor.
-        num_drafts, num_accepted: [num_requests] int64, drafts that were verified and that were right.
-        token_ids: [num_requests, num_drafts + 1] int64, -1 behind the last token.
-        logprobs: the same shape, of the logits as the model made them, NaN if one of these is not finite; without meaning behind
-            the last token.
-        top_ids, top_logprobs: [num_requests, num_drafts + 1, k] best tokens, the same.
-        confidences: [num_requests, num_drafts] fp32 of the drafts that were verified.
+        starts: [num_requests] int64, position of each anchor.
+        num_drafts, num_accepted: [num_requests] int64, verified drafts and accepted drafts.
+        token_ids: [num_requests, num_drafts + 1] int64, -1 after the last token.
+        logprobs: [num_requests, num_drafts + 1], from the model's unchanged logits; NaN if one logit of the row is not finite;
+            arbitrary after the last token.
+        top_ids, top_logprobs: [num_requests, num_drafts + 1, k] best tokens; arbitrary after the last token.
+        confidences: [num_requests, num_drafts] fp32 of the verified drafts.
     """
 
     starts: Tensor
@@ -77,7 +78,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the drafter may remember of a step: rows of chunks, then all rows of rounds.
+    """Rows of a step that the drafter may keep as context: rows of chunks, then all rows of rounds.
 
     Attributes:
         aux: [num_rows, width] of :class:`~deepinfer.model.flash.Outputs`.
@@ -91,18 +92,18 @@ class Context:
 
     @classmethod
     def of(cls, aux: Tensor, inputs: LayerInputs) -> Context:
-        """The rows of ``inputs``, the decoder half's, that a ring has room for; ``aux`` has a row for each."""
+        """The rows of the decoder half's ``inputs`` that fit into a window ring; ``aux`` has all rows of ``inputs``."""
         kept = inputs.window
         return cls(aux=aux[kept.rows], positions=inputs.positions[kept.rows], slots=kept.slots)
 
 
 class Speculator:
-    """Keeps the rows of all slots up to date, round after round.
+    """Keeps the slot table up to date in each round.
 
-    Invariant: a slot's row in ``table`` says where its request stands behind the last step that was launched.
+    Invariant: the entry of a slot in ``table`` is the state of its request after the last launched step.
 
     Attributes:
-        num_drafts: drafts of a round at most; 0 decodes without a drafter.
+        num_drafts: most drafts of a round; 0 decodes without a drafter.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class Speculator:
         eos_token_id: int,
         graphs: Graphs[Tensor | None],
     ) -> None:
-        """Decide with ``table`` and ``rules``; without ``drafter`` there are no drafts.
+        """Decide with ``table`` and ``rules``; make drafts with ``drafter`` unless it is None.
 
         Args:
-            graphs: for drafting behind steps of rounds.
+            graphs: capture and replay drafting after steps of rounds.
         """
         assert (drafter is None) == (num_drafts == 0), "drafts come from a drafter"
         self.num_drafts = num_drafts
@@ -135,24 +136,24 @@ class Speculator:
         return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
     def round_numbers(self, plan: StepPlan) -> Tensor:
-        """The host's part of :meth:`lay_out`: [2 * num_rounds + 1] int64 on the host."""
+        """Make the input of :meth:`lay_out` on the host: [2 * num_rounds + 1] int64 slots, draft limits, all drafts."""
         slots, caps = [each.slot for each in plan.rounds], [each.max_drafts for each in plan.rounds]
         return torch.tensor([*slots, *caps, plan.num_drafts], dtype=torch.int64)
 
     def lay_out(self, numbers: Tensor, num_rows: int) -> RoundRows | None:
-        """Where the rounds of a plan stand, and which drafts they verify; None without rounds.
+        """Choose the positions and the drafts of a plan's rounds; None without rounds.
 
         Args:
-            numbers: of :meth:`round_numbers`, on the device.
-            num_rows: at least one for each round and for each draft to verify.
+            numbers: result of :meth:`round_numbers`, on the device.
+            num_rows: rows of all rounds; at least one for each round and for each draft to verify.
         """
         slots, caps = numbers[:-1].view(2, -1).unbind(0)
         if not len(slots):
             return None
         table = self._table
-        # Of slot 0, where rounds of nobody stand, the table knows nothing.
+        # Padding rounds use slot 0, whose entry has no meaning.
         num_tokens = table.num_tokens[slots].masked_fill_(slots == 0, 1)
-        # A round brings one token more than it accepts, whatever happens.
+        # A round always decides one token more than it accepts.
         caps = torch.minimum(caps, table.num_tokens_max[slots] - num_tokens - 1)
         token_ids = torch.cat([table.anchor_ids[slots].unsqueeze(1), table.draft_ids[slots]], dim=1)
         return lay_out_rounds(table.confidences[slots], numbers[-1:], caps, num_tokens - 1, token_ids, num_rows)
@@ -165,13 +166,13 @@ class Speculator:
         logits: Tensor,
         params: Sequence[SamplingParams],
     ) -> Decided:
-        """Sample behind chunks, verify rounds, and move the rows on.
+        """Sample the next tokens of chunks, verify the drafts of rounds, and update the slot table.
 
         Args:
-            chunks: those that sample.
-            plan_rounds, rounds: of the step, as planned and as laid out.
+            chunks: chunks that sample.
+            plan_rounds, rounds: the rounds of the plan, and the result of :meth:`lay_out`.
             logits: [len(chunks) + rows of rounds, vocab_size].
-            params: of the chunks' requests, then of the rounds'.
+            params: parameters of the chunks' requests, then of the rounds' requests.
         """
         table, num_chunks = self._table, len(chunks)
         requests: tuple[Chunk | Round, ...] = (*chunks, *plan_rounds)
@@ -182,8 +183,8 @@ class Speculator:
             starts, lens = torch.cat([starts, rounds.starts]), torch.cat([lens, rounds.lens])
             owners = torch.cat([owners, (num_chunks + rounds.owners).clamp_max(len(requests) - 1)])
             offsets, positions = torch.cat([offsets, rounds.offsets]), torch.cat([positions, rounds.positions + 1])
-        places = torch.arange(self.num_drafts + 1, device=self._device)
-        draft_ids = table.draft_ids[slots].masked_fill_(places[:-1] >= lens.unsqueeze(1), -1)
+        token_idx = torch.arange(self.num_drafts + 1, device=self._device)
+        draft_ids = table.draft_ids[slots].masked_fill_(token_idx[:-1] >= lens.unsqueeze(1), -1)
         confidences = table.confidences[slots]
 
         request_ids = [each.request_id for each in requests]
@@ -201,12 +202,12 @@ class Speculator:
         table.has_ended[slots] = table.stops_at_eos[slots] & (token_ids == self._eos_token_id).any(1)
         self._rules.record(request_ids, token_ids)
 
-        # Each token's own row of logits; rows are packed, answers are not.
-        own = ((lens + 1).cumsum(0) - lens - 1).unsqueeze(1) + places
-        own = own.clamp_max(len(owners) - 1)
-        most = min(max(each.top_logprobs for each in params), logits.shape[1])
-        if most:
-            top_ids, top_values = (each[own] for each in top_logprobs(logits, most))
+        # [num_requests, num_drafts + 1]: the row of logits that decided each token; rows are packed, token_ids is not.
+        row_idx = ((lens + 1).cumsum(0) - lens - 1).unsqueeze(1) + token_idx
+        row_idx = row_idx.clamp_max(len(owners) - 1)
+        max_top = min(max(each.top_logprobs for each in params), logits.shape[1])
+        if max_top:
+            top_ids, top_values = (each[row_idx] for each in top_logprobs(logits, max_top))
         else:
             top_ids, top_values = token_ids.new_empty(*token_ids.shape, 0), logits.new_empty(*token_ids.shape, 0)
         return Decided(
@@ -214,7 +215,7 @@ class Speculator:
             num_drafts=lens,
             num_accepted=num_accepted,
             token_ids=token_ids,
-            logprobs=finite_logprobs(logits, token_ids[owners, offsets])[own],
+            logprobs=finite_logprobs(logits, token_ids[owners, offsets])[row_idx],
             top_ids=top_ids,
             top_logprobs=top_values,
             confidences=confidences,
@@ -230,16 +231,16 @@ class Speculator:
         *,
         recurs: bool = False,
     ) -> Tensor | None:
-        """Take in what the drafter remembers of the step's accepted tokens, and draft behind every request that goes on.
+        """Write the accepted tokens into the drafter's context, and make drafts for every request that goes on.
 
         Args:
-            plan, rounds, decided: the step, as planned, laid out and decided.
-            context: of the step.
-            recurs: whether the numbers of requests and rows will come again, so that a graph pays.
+            plan, rounds, decided: the plan, and the results of :meth:`lay_out` and :meth:`decide`.
+            context: rows of the step for the drafter.
+            recurs: whether later steps have the same numbers of requests and rows, so that a graph is worth its capture.
 
         Returns:
-            [num_drafting, num_drafts] fp32 confidences, in the order that a result has them, NaN where a draft's logits are not
-            finite; None without drafts.
+            [num_drafting, num_drafts] fp32 confidences in the order of :attr:`StepResult.confidences`, NaN where a draft's logits
+            are not finite; None without drafts.
         """
         table = self._table
         primed = [chunk for chunk in plan.chunks if chunk.anchor_id is not None]
@@ -259,22 +260,22 @@ class Speculator:
             owners = torch.cat([owners[:first], owners[first:].masked_fill(rounds.offsets > accepted, 0)])
         drafting: list[Chunk | Round] = [chunk for chunk in plan.chunks if chunk.drafts]
         drafting += plan.rounds
-        slots_there = [each.slot for each in drafting]
+        slots_drafting = [each.slot for each in drafting]
         floors = [max(each.window_floor, each.decoder_floor) for each in drafting]
         key = (len(drafting), len(owners)) if recurs else None
-        inputs = torch.tensor([slots_there, floors], dtype=torch.int64), context.aux, context.positions, owners
+        inputs = torch.tensor([slots_drafting, floors], dtype=torch.int64), context.aux, context.positions, owners
         return self._graphs.run(key, partial(self._remember_and_draft, cache), *inputs)
 
     def _remember_and_draft(
         self, cache: KVCache, numbers: Tensor, aux: Tensor, positions: Tensor, owners: Tensor
     ) -> Tensor | None:
-        """Write context rows, then draft.
+        """Write context rows, then draft; returns None without requests to draft for.
 
         Args:
-            numbers: [2, num_drafting] int64 slots and floors of the requests to draft for; without any, None is returned.
-            aux, positions, owners: of the context rows, as :meth:`Drafter.commit` takes them.
+            numbers: [2, num_drafting] int64 slots and floors of the requests to draft for.
+            aux, positions, owners: the context rows, as arguments of :meth:`Drafter.commit`.
         """
-        assert self._drafter is not None, "only a drafter remembers"
+        assert self._drafter is not None, "only an engine with a drafter has context rows"
         self._drafter.commit(aux, positions, owners, cache)
         table, (slots, floors) = self._table, numbers.unbind(0)
         if not len(slots):
@@ -289,8 +290,8 @@ class Speculator:
             self.num_drafts,
             cache,
         )
-        # NaN stays NaN for the host to see; whoever ranks drafts takes it for 0.
-        # A request that has ended gets no share of the next step's drafts, though its round is planned already.
+        # NaN stays NaN, so that the host sees it; the ranking of drafts treats it as 0.
+        # A request that has ended gets no drafts of the next step, even if its round is planned already.
         confidences = drafts.confidences.float().masked_fill_(table.has_ended[slots].unsqueeze(1), 0.0)
         table.draft_ids[slots], table.confidences[slots] = drafts.ids, confidences
         if table.draft_logits is not None and drafts.logits is not None:
@@ -298,9 +299,9 @@ class Speculator:
         return confidences
 
     def reached(self, rounds: Sequence[Round], decided: Decided) -> tuple[Tensor, Tensor]:
-        """(from, to) slots [n] int64 of rounds that save state: those that did not reach the end of the page copy to slot 0."""
+        """(from, to) slots [n] int64 of rounds that save state; a round that did not reach ``save_at`` copies to slot 0."""
         numbers = [(number, each.slot, each.save_to or 0, each.save_at) for number, each in enumerate(rounds) if each.save_to]
-        which, slots, targets, positions = self._column([value for each in numbers for value in each]).view(-1, 4).unbind(1)
-        starts, num_accepted = (each[which] for each in decided.rounds(len(rounds)))
+        round_idx, slots, targets, positions = self._column([value for each in numbers for value in each]).view(-1, 4).unbind(1)
+        starts, num_accepted = (each[round_idx] for each in decided.rounds(len(rounds)))
         is_reached = (starts < positions) & (positions <= starts + 1 + num_accepted)
         return slots, torch.where(is_reached, targets, 0)

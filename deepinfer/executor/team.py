@@ -1,8 +1,8 @@
-"""How many threads a step on a CPU computes with.
+"""Chooses the number of threads for each step on a CPU.
 
-A step is thousands of short operators.  A team of threads divides each of them and meets at its end, and a thread that arrives
-early spins until the others are there.  On idle cores that gains up to the number of cores.  On cores that other processes use,
-every operator waits until the slowest thread gets a core, and the waiting threads take cores from everybody.
+A step is thousands of short operators.  All threads share each operator and wait for each other at its end; a waiting thread
+spins.  On idle cores the speedup is up to the number of cores.  On cores that other processes use, every operator waits for the
+slowest thread, and the spinning threads take cores from other threads.
 
 Invariant: the number of threads changes no bit of a result (``tests/ops/test_threads.py``).
 """
@@ -32,12 +32,12 @@ Waits: TypeAlias = dict[int, tuple[int, int]]
 
 
 def own_waits() -> Waits:
-    """What the system counts of this thread; nothing where it does not tell.  Cost: 5 µs."""
+    """Run and wait times of this thread; empty if the system does not report them.  Cost: 5 µs."""
     return _waits([threading.get_native_id()])
 
 
 def all_waits() -> Waits:
-    """What the system counts of all threads of this process; nothing where it does not tell.  Cost: 5 µs a thread."""
+    """Run and wait times of all threads of this process; empty if the system does not report them.  Cost: 5 µs a thread."""
     with suppress(OSError):
         return _waits(int(name) for name in os.listdir("/proc/self/task"))
     return {}
@@ -46,7 +46,7 @@ def all_waits() -> Waits:
 def _waits(thread_ids: Iterable[int]) -> Waits:
     found = {}
     for thread_id in thread_ids:
-        # A thread may have ended by now.
+        # The thread may have ended.
         with suppress(OSError, ValueError), open(f"/proc/self/task/{thread_id}/schedstat") as file:
             run_ns, wait_ns, _ = map(int, file.read().split())
             found[thread_id] = run_ns, wait_ns
@@ -54,7 +54,7 @@ def _waits(thread_ids: Iterable[int]) -> Waits:
 
 
 def waiting_share(before: Waits, after: Waits) -> float:
-    """Share of the time without a core among the time that threads could run, 0 … 1; 0 where nothing is known."""
+    """Wait time divided by run time plus wait time, 0 … 1; 0 if both are empty."""
     ran = waited = 0
     for thread_id, (run_ns, wait_ns) in after.items():
         first_run_ns, first_wait_ns = before.get(thread_id, (0, 0))
@@ -64,14 +64,14 @@ def waiting_share(before: Waits, after: Waits) -> float:
 
 
 class Team:
-    """Chooses one thread or all for each step of one worker; used in the worker's thread alone.
+    """Chooses one thread or all threads for each step of one worker; only the worker's thread uses it.
 
-    A step gets all threads unless the cores are busy.  Two observations say that they are:
+    A step gets all threads unless the cores are busy.  The cores count as busy in two cases:
 
-    * The worker's thread waited for a core since the step before.
-    * The threads of the process waited for cores while all of them computed.  The rest of that step gets one thread, and all
-      threads are tried again after a pause, which doubles each time.  Where fewer processes are busy than there are cores, one
-      thread alone never waits; then only the pause says that it is worth to go on alone.
+    * The worker's thread waited for a core since the last step.
+    * The threads of the process waited for cores while all of them computed.  The rest of that step then runs with one thread.
+      All threads are tried again after a pause, which doubles each time.  The pause is necessary: if fewer processes are busy
+      than there are cores, one thread never waits and shows nothing.
 
     Attributes:
         size: threads of a step on idle cores.
@@ -85,18 +85,18 @@ class Team:
         everyone: Callable[[], Waits] = all_waits,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Choose between one thread and ``size`` threads; the rest says how to observe the system."""
+        """Choose between one thread and ``size`` threads; the other arguments observe the system."""
         self.size = size
         self._observe_own, self._observe_all, self._now = own, everyone, now
         self._own: Waits = {}
-        self._all: Waits | None = None  # since when all threads compute; None while they do not
+        self._all: Waits | None = None  # times at the last look; None while only one thread computes
         self._looked_at = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._try_again_at = 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Compute a step in the body.  Cost: 10 µs; 0.1 ms for a step of all threads."""
+        """Set the number of threads for the body, which computes a step.  Cost: 10 µs; 0.1 ms for a step of all threads."""
         if self.size == 1 or self._is_busy():
             with threads(1):
                 yield
@@ -112,16 +112,16 @@ class Team:
             self._all = None
 
     def between_layers(self) -> None:
-        """Go on with one thread if the cores have become busy.
+        """Continue with one thread if the cores have become busy.
 
-        On busy cores a long step of all threads may take many times as long: 79 s instead of 1 s was seen beside another program
-        whose threads spin.  Cost: 0.1 ms, at most every 100 ms.
+        On busy cores a long step of all threads can take many times as long.  A step took 79 s instead of 1 s while the threads
+        of another program were spinning.  Cost: 0.1 ms, at most every 100 ms.
         """
         if self._all is not None and self._now() - self._looked_at > LOOK_AFTER_S:
             self._look()
 
     def _look(self) -> None:
-        """End the use of all threads if they waited since the last look."""
+        """Switch to one thread if the threads waited since the last look."""
         if self._all is None:
             return
         before, self._all, self._looked_at = self._all, self._observe_all(), self._now()
@@ -129,7 +129,7 @@ class Team:
             self._all = None
             self._try_again_at = self._looked_at + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-            torch.set_num_threads(1)  # until :meth:`step` gives the thread its own number back
+            torch.set_num_threads(1)  # until :meth:`step` restores the thread's own number
 
     def _is_busy(self) -> bool:
         before, self._own = self._own, self._observe_own()

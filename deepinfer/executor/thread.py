@@ -1,11 +1,11 @@
-"""A thread that does one job after the other: the worker's, and the one that turns an engine inside a user's program.
+"""A thread that runs one job after the other.  The worker has one, and an engine inside a user's program has one.
 
-Three rules hold for it, which a pool of the standard library does not keep:
+It keeps three rules that a pool of the standard library does not keep:
 
-* An exception may be raised between any two instructions of the main thread, by Ctrl-C or by a user's signal handler.  It never
-  leaves a lock behind that the thread needs: jobs go through one queue of the interpreter, and each has a lock of its own.
-* A program that ends waits for its own threads first.  Until then jobs are done.
-* A thread that is not needed any more ends, also if nobody says so.
+* Ctrl-C or a user's signal handler may raise an exception between any two instructions of the main thread.  The exception never
+  leaves a lock held that the thread needs: jobs go through one queue of the interpreter, and each job has its own lock.
+* A program that ends waits for its other threads first.  The thread runs jobs until then.
+* The thread ends when its owner is garbage, even without a call of ``end``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deepinfer.errors import EngineError
 P = ParamSpec("P")
 T = TypeVar("T")
 _EXIT_S: Final = 30.0
-"""What the jobs in progress get when the interpreter exits; a device that hangs must not keep the process."""
+"""Time limit for the jobs in progress when the interpreter exits, because a hanging device must not keep the process alive."""
 
 
 class Job(Generic[T]):
-    """A call that a thread makes for somebody else."""
+    """A call that one thread submits and another thread runs."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call: Callable[[], T] | None = call
@@ -37,22 +37,22 @@ class Job(Generic[T]):
         self._running.acquire()
 
     def run(self) -> None:
-        """Make the call; in the thread."""
+        """Make the call; runs in the thread."""
         assert self._call is not None, "a job runs once"
         try:
             self._value = self._call()
-        except BaseException as error:  # goes to whoever waits
+        except BaseException as error:  # result() raises it
             self._error = error
         self._call = None
         self._running.release()
 
     def refuse(self, error: Exception) -> None:
-        """End the job without the call."""
+        """End the job without the call; :meth:`result` raises ``error``."""
         self._call, self._error = None, error
         self._running.release()
 
     def result(self) -> T:
-        """Wait for the call; returns or raises what it did.  An exception that interrupts the wait leaves the job alone."""
+        """Wait for the call; returns its value or raises its error.  An exception during the wait does not change the job."""
         with self._running:
             pass
         if self._error is None:
@@ -60,20 +60,20 @@ class Job(Generic[T]):
         try:
             raise self._error
         finally:
-            del self  # the traceback holds this frame, and the job the error
+            del self  # else a cycle: the traceback holds this frame, and the job holds the error
 
 
 class SerialThread:
-    """A thread of its own for jobs, which it does in the order in which they were submitted.
+    """A thread that runs jobs in the order in which they are submitted.
 
-    It ends behind :meth:`end`, when the object is garbage, and when the interpreter exits.  A fork has no such thread.
+    It ends after :meth:`end`, when the object is garbage, and when the interpreter exits.  A forked process does not have it.
     """
 
     def __init__(self, name: str, ended: EngineError) -> None:
         """Start the thread; jobs submitted after its end raise an error like ``ended``."""
         self._thread = _Thread(name, ended)
         self._thread.start()
-        # Neither the thread nor this may know the object, or it would never be garbage.
+        # Neither the thread nor this callback may refer to the object, or it would never be garbage.
         weakref.finalize(self, self._thread.jobs.put, None).atexit = False
 
     @property
@@ -83,17 +83,17 @@ class SerialThread:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further job will be done."""
+        """Whether the thread runs no further job."""
         return self._thread.is_over
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Job[T]:
-        """Have ``call(*args, **kwargs)`` made, behind everything submitted before."""
+        """Run ``call(*args, **kwargs)`` in the thread, after all jobs submitted before."""
         job = Job(lambda: call(*args, **kwargs))
         self._thread.take(job)
         return job
 
     def end(self) -> None:
-        """Let the thread end behind everything submitted before; may be called again."""
+        """End the thread after all jobs submitted before; may be called again."""
         self._thread.jobs.put(None)
 
     def join(self) -> None:
@@ -105,12 +105,12 @@ class _Thread(threading.Thread):
     """The thread itself.
 
     Attributes:
-        jobs: what is to be done, in this order; None ends it.
-        is_over: whether it has ended, or ends now.
+        jobs: the submitted jobs in order; None ends the thread.
+        is_over: whether the thread has ended or is ending.
     """
 
     def __init__(self, name: str, ended: EngineError) -> None:
-        # A daemon, so that the interpreter does not wait for a thread that nobody ends; :func:`_exit` does that, later.
+        # A daemon, so that the interpreter does not wait for a thread that runs; :func:`_exit` ends the thread later.
         super().__init__(name=name, daemon=True)
         self.jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self.is_over = False
@@ -120,20 +120,20 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             job.run()
-            del job  # it may be the last that knows the owner of this thread
+            del job  # the job may hold the last reference to the owner of this thread
         self.is_over = True
         if not self._is_exiting:
             self._refuse()
 
     def take(self, job: Job[Any]) -> None:
         self.jobs.put(job)
-        # Put first, then looked: a job behind the end is seen here or by the thread, whichever comes last.  While the interpreter
-        # exits all threads but the main one wait until they go with it, because an error there would be noise and nothing else.
+        # The job is put before ``is_over`` is read, so a job after the end is refused here or by the thread.  While the
+        # interpreter exits, jobs of all threads except the main thread stay unanswered, because an error would only be noise.
         if self.is_over and (not self._is_exiting or threading.current_thread() is threading.main_thread()):
             self._refuse()
 
     def exit(self) -> None:
-        """End because the interpreter does."""
+        """End the thread because the interpreter exits."""
         self._is_exiting = True
         self.jobs.put(None)
         self.join(_EXIT_S)
@@ -148,7 +148,7 @@ class _Thread(threading.Thread):
 
 @atexit.register
 def _exit() -> None:
-    """End all threads before the interpreter takes itself apart under them; the last first, which may use those before it."""
+    """End all threads before the interpreter frees its modules; the newest first, because it may use older threads."""
     for thread in reversed(threading.enumerate()):
         if isinstance(thread, _Thread):
             thread.exit()
