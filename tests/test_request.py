@@ -62,7 +62,7 @@ EVERYTHING = {
         ({"logit_bias": {3: math.nan}}, "token 3 is nan"),
         ({"logit_bias": {3: "1"}}, "token 3 is '1'"),
         ({"logit_bias": [(3, 1), (3, 2)]}, "token 3 twice"),
-        ({"logit_bias": [3]}, "no pair"),
+        ({"logit_bias": [3]}, "is not a pair"),
         ({"stop_token_ids": 3}, "stop_token_ids=3"),
         ({"stop_token_ids": "34"}, "stop_token_ids='34'"),
         ({"stop_token_ids": [True]}, "stop_token_ids has True"),

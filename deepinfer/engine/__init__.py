@@ -1,1 +1,1 @@
-"""Requests in, token streams out."""
+"""Takes requests and returns streams of tokens."""

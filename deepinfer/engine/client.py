@@ -1,8 +1,8 @@
-"""The engine from another process: generate, abort, stats.
+"""An engine in another process: generate, abort, stats.
 
-Owns the streams of those who wait for the core process; the process and the way to it are :class:`deepinfer.engine.link.Link`'s.
-Lives in one event loop; nothing here blocks it.  Whatever ends the core ends every wait with :class:`StepFailed` at once, and so
-does every later call: no token is better than a wrong one.
+Owns the streams of records of open requests.  :class:`deepinfer.engine.link.Link` owns the core process and the connection.  A
+client lives in one event loop and never blocks it.  When the core ends for any reason, every wait and every later call raises
+:class:`StepFailed`, because no token is better than a wrong token.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from deepinfer.scheduler.stats import SchedulerStats
 
 CORE_PROGRAM: Final = (sys.executable, "-P", "-m", "deepinfer.engine.process")
 _FOREVER_S: Final = 1e9
-"""As long as a wait ever is: timers of the system take no more than some centuries."""
+"""Longest wait; the timers of the system do not accept infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine counts.
+    """Counts of an engine.
 
     Attributes:
-        scheduler: requests, pages, slots, hits as of now.
+        scheduler: current requests, pages, slots, and hits.
         metrics: counters and histograms since the start.
     """
 
@@ -60,12 +60,12 @@ class EngineStats:
 
 
 class _Stream:
-    """Records of one request on their way to its caller.
+    """Records of one request that its caller has not taken yet.
 
-    Invariant: nothing follows the finished records of all answers or an error.
+    Invariant: no record follows an error, or the finished records of all answers.
 
     Attributes:
-        last: of each answer, or None while there is none.
+        last: the last record of each answer, or None before its first record.
     """
 
     def __init__(self, number: int, request_id: str, prompt_len: int, num_samples: int) -> None:
@@ -87,7 +87,7 @@ class _Stream:
         self._news.set()
 
     async def take(self) -> deque[RequestOutput]:
-        """All records that are there, waiting for the first; raises when there are none to come."""
+        """Take all waiting records; wait if there are none; raise the stream's error if no more come."""
         while not self._waiting:
             if self._error is not None:
                 raise type(self._error)(*self._error.args)
@@ -98,7 +98,7 @@ class _Stream:
 
 
 class AsyncEngineClient:
-    """An engine in a process of its own.
+    """An engine in its own process.
 
     Example::
 
@@ -107,14 +107,14 @@ class AsyncEngineClient:
             print(output.token_id)
         await client.close()
 
-    It belongs to the event loop that started it: in another one, and in a forked child, every method but :meth:`close` raises
-    :class:`ConfigError`.  The core process ends with its client, also if that is forgotten or its loop ends.
+    It belongs to the event loop that started it.  In another loop and in a forked child, every method except :meth:`close` raises
+    :class:`ConfigError`.  The core process ends with its client, even if the client is garbage or its loop ends.
 
-    Invariant: ``_streams`` holds exactly the requests that the core may still send records for and somebody waits for.
+    Invariant: ``_streams`` holds exactly the requests with an open iterator for which the core may still send records.
     """
 
     def __init__(self) -> None:
-        """Use :meth:`start`."""
+        """Do not call this; use :meth:`start`."""
         self._link = Link(self._handle, self._bury)
         weakref.finalize(self, self._link.release)
         self._numbers = itertools.count(1)
@@ -124,7 +124,7 @@ class AsyncEngineClient:
         self._failure: EngineError | None = None
         self._is_closing = False
         self._facts: ipc.Ready | None = None
-        self._news = asyncio.Event()  # of the start: facts or a failure
+        self._news = asyncio.Event()  # set when the start has given facts or a failure
 
     @classmethod
     async def start(cls, args: EngineArgs, *, progress: bool = True, program: Sequence[str] = CORE_PROGRAM) -> AsyncEngineClient:
@@ -132,12 +132,13 @@ class AsyncEngineClient:
 
         Args:
             args: settings of the engine.
-            progress: whether loading shows bars on stderr.
-            program: what to run as the core process; put ``numactl`` or a profiler in front, which must stay until the core ends.
+            progress: whether to show progress bars on stderr while the model loads.
+            program: command line of the core process.  It may begin with ``numactl`` or a profiler, which must run until the core
+                ends.
 
         Raises:
-            ConfigError: settings, files or memory do not allow it.
-            StepFailed: the process ended while it loaded.
+            ConfigError: settings or files are not usable, or the memory is too small.
+            StepFailed: the process ended while it loaded the model.
         """
         client = cls()
         try:
@@ -151,18 +152,18 @@ class AsyncEngineClient:
 
     @property
     def facts(self) -> ipc.Ready:
-        """What the core said about itself when it was ready."""
-        assert self._facts is not None, "start() returns when they are there"
+        """The core's facts about itself, which it sends when it is ready."""
+        assert self._facts is not None, "start() returns after they have arrived"
         return self._facts
 
     @property
     def is_alive(self) -> bool:
-        """Whether the core answers; never in a forked child."""
+        """Whether the core answers requests; False in a forked child."""
         return self._failure is None and not self._is_closing and not self._link.is_released and not self._link.is_forked
 
     @property
     def pid(self) -> int:
-        """Of the core process."""
+        """Process id of the core."""
         return self._link.pid
 
     async def generate(
@@ -175,24 +176,24 @@ class AsyncEngineClient:
         priority: int = 0,
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt; the request is sent with the first ``anext``.
+        """Generate answers for one prompt; the first ``anext`` sends the request.
 
-        The records of ``n`` answers come mixed; the iterator ends when all of them have.
-        Closing the iterator, or cancelling the task in it, ends the request.  A caller that is slow delays nobody else.
+        The records of ``n`` answers are interleaved; the iterator ends when all answers have ended.  Closing the iterator, or
+        cancelling the task that waits in it, ends the request.  A slow caller does not delay other requests.
 
         Args:
             request_id: unique among open requests of this client.
-            prompt_token_ids: [num_tokens] integers, one image placeholder an image.
-            params: how to sample; without a seed the request draws its own.
+            prompt_token_ids: [num_tokens] integers, with one placeholder for each image.
+            params: sampling parameters; without a seed the request draws a random seed.
             images: encoded files in the order of the placeholders.
-            priority: the higher is admitted first and preempted last.
-            salt: tenant; only requests of the same one share cached memory.
+            priority: requests of higher priority are admitted first and preempted last.
+            salt: tenant; requests share cached memory only with requests of the same salt.
 
         Raises:
-            RequestError: the request cannot be served; others are not touched.
+            RequestError: the request cannot be served; other requests are not affected.
             Overloaded: the engine takes no requests now.
             StepFailed: the core process has ended.
-            ConfigError: this is another event loop than the client's, or a forked child.
+            ConfigError: the caller is in another event loop than the client, or in a forked child.
         """
         self._check()
         number = next(self._numbers)
@@ -221,13 +222,13 @@ class AsyncEngineClient:
                 self._link.call(self._link.send, ipc.Abort(call=0, numbers=[stream.number]))
 
     async def abort(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
-        """End requests; whoever iterates over one gets a last record with the reason ``abort``.
+        """End requests; each iterator over one of them gets a last record with the reason ``abort``.
 
         Returns:
-            How many of them the engine still had, and how many tokens they had.
+            The number of these requests that were open in the engine, and the number of their tokens.
 
         Raises:
-            RequestError: it is neither an id nor several.
+            RequestError: ``request_ids`` is neither an id nor a list of ids.
         """
         known = dict.fromkeys(as_names("request_ids", request_ids))
         numbers = [self._open_ids[each] for each in known if each in self._open_ids]
@@ -237,24 +238,28 @@ class AsyncEngineClient:
         return aborted.count, aborted.tokens
 
     async def stats(self) -> EngineStats:
-        """Counts as of the core's next turn."""
+        """The engine's counts at the next iteration of its loop."""
         told = await self._call(ipc.AskStats)
         return EngineStats(scheduler=told.scheduler, metrics=told.metrics)
 
     async def close(self, *, finish_within_s: float = 0.0) -> None:
-        """Let open requests finish for at most so many seconds, abort the rest, end the process; later calls raise.
+        """Let open requests finish for at most ``finish_within_s`` seconds, abort the rest, end the process.
 
-        May be called from any event loop.  If the client's own does not run any more, nobody is there to take what would still
-        come, and the process ends at once.  In a forked child nothing happens: the process is its parent's.
+        Later calls of other methods raise.  This method may be called from any event loop.  If the client's own loop does not run
+        any more, no caller can get records, so the process ends at once.  In a forked child this does nothing, because the
+        process belongs to the parent.
+
+        Args:
+            finish_within_s: seconds; infinity lets all requests finish.
 
         Raises:
-            RequestError: ``finish_within_s`` is no number of seconds; infinity lets all of them finish.
+            RequestError: ``finish_within_s`` is not a number of seconds.
         """
         seconds = as_number("finish_within_s", finish_within_s, 0, math.inf, "0 or a positive number of seconds")
         finish_within_s = min(seconds, _FOREVER_S)
         if self._link.is_forked:
             return
-        if self._link.is_heard:
+        if self._link.is_loop_running:
             self._link.call(self._begin_closing, finish_within_s)
         else:
             self._is_closing = True
@@ -269,18 +274,18 @@ class AsyncEngineClient:
         self._is_closing = True
 
     async def _end(self, seconds: float) -> None:
-        """Wait so many seconds for the process to end, kill it if it does not, and give everything back; from any loop."""
+        """Wait ``seconds`` for the process to end, kill it if it does not, and release everything; callable from any loop."""
         await self._link.wait(seconds)
         self._link.call(self._fail, StepFailed("the engine was closed"))
         await self._link.give_back()
 
     def _bury(self) -> None:
-        """The process has ended, and what it sent before is here: fail whoever still waits."""
+        """The process has ended and all its messages have arrived: fail all open streams and calls."""
         self._fail(self._link.error)
 
     def _fail(self, error: EngineError) -> None:
         self._failure = self._failure or error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits in it
             self._news.set()
             for stream in self._streams.values():
                 stream.fail(error)
@@ -292,7 +297,7 @@ class AsyncEngineClient:
     # Requests.
 
     def _check(self) -> None:
-        """Return if the core can be asked for something, here and now."""
+        """Check that the caller may use the core now."""
         self._link.check_place()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
@@ -305,7 +310,7 @@ class AsyncEngineClient:
             del self._open_ids[stream.request_id]
 
     def _finish_aborted(self, number: int) -> None:
-        """A last record for every answer of a request that was aborted, unless it ended before."""
+        """Put a last record for each unfinished answer of an aborted request."""
         stream = self._streams.get(number)
         if stream is None:
             return
@@ -327,7 +332,7 @@ class AsyncEngineClient:
 
     # Messages.
 
-    async def _call(self, kind: type[ipc.Abort] | type[ipc.AskStats], **given: Any) -> Any:  # noqa: ANN401  (the kind's answer)
+    async def _call(self, kind: type[ipc.Abort] | type[ipc.AskStats], **given: Any) -> Any:  # noqa: ANN401  (the answer's type depends on ``kind``)
         self._check()
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -371,14 +376,14 @@ def _pack_request(
     *,
     facts: ipc.Ready,
 ) -> list[ipc.Frame]:
-    """Frames of a request, every value of the type that the core relies on and of a size that it can deal with.
+    """Frames of a request; checks that every value has the type and a size that the core can use.
 
     Raises:
-        RequestError: a value has another type, or cannot be used by an engine of these ``facts``.
+        RequestError: a value has another type, or an engine with these ``facts`` cannot use it.
         ContextTooLong: the prompt is too long.
     """
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"params of type {type(params).__name__} were given; make SamplingParams of them")
+        raise RequestError(f"params of type {type(params).__name__} were given; give SamplingParams")
     params.check_vocabulary(facts.vocab_size)
     if not is_list(images):
         raise RequestError(f"images of type {type(images).__name__} were given; give a list of encoded files")
@@ -395,19 +400,21 @@ def _pack_request(
     try:
         return ipc.pack(message, [ids, *files])
     except UnicodeEncodeError as error:
-        raise RequestError(f"request_id={shown(request_id)} cannot be sent, being no valid Unicode; choose another") from error
+        raise RequestError(
+            f"request_id={shown(request_id)} cannot be sent, because it is not valid Unicode; choose another"
+        ) from error
 
 
-def _pack_ids(given: Any, facts: ipc.Ready) -> bytes:  # noqa: ANN401  (whatever the caller gives)
-    """The frame of a prompt that an engine of these ``facts`` may serve."""
-    most = facts.max_model_len
+def _pack_ids(given: Any, facts: ipc.Ready) -> bytes:  # noqa: ANN401  (any value of a caller)
+    """The frame of a prompt that an engine with these ``facts`` can serve."""
+    limit = facts.max_model_len
     is_array = isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"
-    if not is_array and not (isinstance(given, list | tuple) and len(given) >= most):
-        given = as_whole_numbers("prompt_token_ids", given, things="token ids", low=-(2**31), at_most=most)
-    if len(given) >= most:
-        limit = f"ignore_len={facts.ignore_len}" if len(given) >= facts.ignore_len else f"the context limit of {most}"
+    if not is_array and not (isinstance(given, list | tuple) and len(given) >= limit):
+        given = as_whole_numbers("prompt_token_ids", given, things="token ids", low=-(2**31), at_most=limit)
+    if len(given) >= limit:
+        setting = f"ignore_len={facts.ignore_len}" if len(given) >= facts.ignore_len else f"the context limit of {limit}"
         raise ContextTooLong(
-            f"prompt of {len(given)} tokens leaves no room for output in {limit}; shorten the prompt or raise it"
+            f"prompt of {len(given)} tokens leaves no room for output in {setting}; shorten the prompt or raise it"
         )
     if len(given) == 0:
         raise RequestError("the prompt is empty; give at least one token")
@@ -418,7 +425,7 @@ def _pack_ids(given: Any, facts: ipc.Ready) -> bytes:  # noqa: ANN401  (whatever
 
 
 def _changed(params: SamplingParams, max_model_len: int) -> dict[str, Any]:
-    """The values of ``params`` that are not defaults; of forced tokens no more than an answer can have."""
+    """The values of ``params`` that are not defaults; forced tokens are cut to the length of the longest answer."""
     values = {each.name: (getattr(params, each.name), each.default) for each in fields(params)}
     changed = {name: value for name, (value, default) in values.items() if value != default}
     if params.golden_token_ids is not None:

@@ -1,10 +1,10 @@
-"""Files that commands read and write: written whole or left as they were, and what was finished is never lost.
+"""Files that commands read and write.  An output file is complete or unchanged, and finished results are never lost.
 
-:class:`OutputFile` is where one command writes.  It is checked when it is made, before minutes are spent on what could not be
-written, and nothing is touched by that.  Ordinary files are replaced by a rename.  Terminals, pipes and devices are written to.
+:class:`OutputFile` is the output of one command.  Its constructor checks that the file can be written, before the command spends
+minutes; the check changes no file.  Ordinary files are replaced by a rename.  Terminals, pipes and devices are written directly.
 
-:class:`ResultLines` are the results of many prompts.  They come in any order, and each is on disk as soon as it is there: in
-``NAME.partial`` beside the file, which becomes the file, in the order of the prompts, when all are there.
+:class:`ResultLines` are the results of many prompts, which arrive in any order.  Each result is written at once to
+``NAME.partial`` in the same directory.  When all results are complete, they replace the file in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_file(path: Path) -> bytes:
-    """All of a file, without the byte-order mark in front.
+    """The content of a file, without a byte-order mark at its start.
 
     Raises:
-        RequestError: it cannot be read.
+        RequestError: the file cannot be read.
     """
     try:
         return path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
@@ -47,19 +47,19 @@ def _problem(path: Path, error: Exception, advice: str = "check the path and the
 
 
 class OutputFile:
-    """A place to write to, checked.
+    """A checked path to write to.
 
     Attributes:
-        path: as it was given.
-        descriptor: of this process, if the path names one (``/dev/stdout``).
-        is_replaced: whether the path names a file of its own, made anew beside its place; otherwise it is written to where it is.
+        path: the path that was given.
+        descriptor: a file descriptor of this process if the path names one (``/dev/stdout``), else None.
+        is_replaced: whether a new file replaces the path by a rename; False writes to the path directly.
     """
 
     def __init__(self, path: Path, *, apart_from: Sequence[Path] = ()) -> None:
-        """Check that the file can be written; ``apart_from`` are files that the command reads or writes as well.
+        """Check that the file can be written; ``apart_from`` are other files that the command reads or writes.
 
         Raises:
-            RequestError: it cannot, or is one of the others.
+            RequestError: the file cannot be written, or is one of the other files.
         """
         self.path = path
         self.descriptor = _descriptor(path)
@@ -74,7 +74,7 @@ class OutputFile:
 
     @property
     def partial(self) -> Path:
-        """Where results lie until all are there."""
+        """The file that holds results until all results are complete."""
         return self._target.with_name(f"{self._target.name}.partial")
 
     def _check(self) -> None:
@@ -82,7 +82,7 @@ class OutputFile:
             if fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 raise PermissionError(None, "it is open for reading")
             return
-        self._target = self.path.resolve()  # what a link points to is replaced, not the link
+        self._target = self.path.resolve()  # the target of a link is replaced, not the link
         try:
             mode = self._target.stat().st_mode
         except FileNotFoundError:
@@ -99,31 +99,33 @@ class OutputFile:
         except OSError:
             if mode is None:
                 raise
-            with self._target.open("r+b"):  # where nothing can be made beside it, the file itself may still be written
+            with self._target.open("r+b"):  # the directory allows no new file, but the file itself can be written
                 pass
 
     def _check_apart(self, other: Path) -> None:
         places = [self._target, self.partial] if self.is_replaced else [self._target]
         mine = [_stat(each) for each in places] if self.descriptor is None else [os.fstat(self.descriptor)]
         theirs = _stat(other)
-        if theirs is None:  # files that are not there yet have nothing but their names
+        if theirs is None:  # a file that does not exist can only be compared by its name
             is_same = self.descriptor is None and other.resolve() in places
         else:
             is_same = stat.S_ISREG(theirs.st_mode) and any(each and os.path.samestat(each, theirs) for each in mine)
         if is_same:
-            raise RequestError(f"{self.path} and {other} are one file, which writing would destroy; name another file to write")
+            raise RequestError(
+                f"{self.path} and {other} are the same file, which writing would destroy; name another file to write"
+            )
 
     def open_in_place(self) -> FileIO:
-        """The place itself; a regular file keeps its content until something is written."""
+        """Open the path itself; a regular file keeps its content until the first write."""
         if self.descriptor is not None:
             return os.fdopen(os.dup(self.descriptor), "wb", buffering=0)
         return self._target.open("r+b" if self._target.is_file() else "wb", buffering=0)
 
     def replace(self, content: bytes) -> None:
-        """Write all at once.
+        """Replace the file's content.
 
         Raises:
-            RequestError: it cannot be written; an old file is as it was.
+            RequestError: the file cannot be written; an old file is unchanged.
         """
         try:
             if not self.is_replaced:
@@ -138,7 +140,7 @@ class OutputFile:
 
     @contextlib.contextmanager
     def replacement(self) -> Iterator[FileIO]:
-        """A file beside the place, which takes it when the block ends, and is gone if the block fails."""
+        """A new file in the same directory.  It replaces the path when the block ends, and is removed if the block fails."""
         scratch = self._target.with_name(f".{self._target.name}.{os.getpid()}.new")
         try:
             with scratch.open("wb", buffering=0) as file:
@@ -150,7 +152,7 @@ class OutputFile:
             raise
 
     def take(self, scratch: Path) -> None:
-        """Put a finished file in its place, with the permissions of the one before."""
+        """Rename a finished file to the path; it gets the permissions of the old file."""
         before = _stat(self._target)
         if before is not None:
             scratch.chmod(stat.S_IMODE(before.st_mode))
@@ -158,7 +160,7 @@ class OutputFile:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The descriptor of this process that a path such as ``/dev/stdout`` stands for."""
+    """The descriptor of this process that a path such as ``/dev/stdout`` names, or None."""
     place = os.path.abspath(path)
     for _ in range(_MAX_LINKS):
         named = _DESCRIPTOR.fullmatch(place)
@@ -179,7 +181,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _empty(file: FileIO, output: OutputFile) -> None:
-    """Make a regular file empty that is written where it is; what a descriptor of this process names belongs to who opened it."""
+    """Empty a regular file before it is written directly; a file behind a descriptor of this process keeps its content."""
     if output.descriptor is None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.truncate(0)
 
@@ -191,31 +193,31 @@ def _write_all(file: FileIO, content: bytes) -> None:
 
 
 class ResultLines:
-    """Results of ``num_prompts`` prompts on their way into a file; to be used with ``with``.
+    """Writes the results of ``num_prompts`` prompts into a file; use it with ``with``.
 
-    A place of its own holds nothing new until all results are there; until then they are in ``NAME.partial``, in the order in
-    which they came.  Other places get the lines of a prompt as soon as those of all prompts before it were written.
+    A file that is replaced stays unchanged until all results are complete.  ``NAME.partial`` holds the results until then, in the
+    order of their arrival.  An output that is written directly gets the lines in the order of the prompts.
 
     Attributes:
-        num_written: prompts whose lines are on disk.
+        num_written: prompts whose lines are written.
     """
 
     def __init__(self, output: OutputFile, num_prompts: int) -> None:
-        """Nothing is touched before ``with``."""
+        """Prepare without opening a file; ``with`` opens it."""
         self.output = output
         self.num_written = 0
         self._num_prompts = num_prompts
-        self._waiting: dict[int, bytes] = {}  # lines that a place which is written in order cannot have yet
-        self._places: dict[int, tuple[int, int]] = {}  # prompt -> where its lines lie, and their length
+        self._waiting: dict[int, bytes] = {}  # direct output: lines that wait for earlier prompts
+        self._places: dict[int, tuple[int, int]] = {}  # prompt -> offset and length of its lines
         self._end = 0
-        self._is_told = False
+        self._is_reported = False
         self._file: FileIO
 
     def __enter__(self) -> ResultLines:
         """Open the file.
 
         Raises:
-            RequestError: it cannot be opened, or another run writes it.
+            RequestError: the file cannot be opened, or another run writes it.
         """
         try:
             self._file = self._open_partial() if self.output.is_replaced else self.output.open_in_place()
@@ -238,10 +240,10 @@ class ResultLines:
         return file
 
     def write(self, index: int, lines: bytes) -> None:
-        """Add the lines of prompt ``index``; they are with the system when this returns.
+        """Add the lines of prompt ``index``; the system has them when this returns.
 
         Raises:
-            RequestError: they cannot be written; says where those before are.
+            RequestError: the lines cannot be written; the message names the file with the earlier results.
         """
         try:
             if self.output.is_replaced:
@@ -254,15 +256,15 @@ class ResultLines:
                 self._append(self.num_written, self._waiting.pop(self.num_written))
         except OSError as error:
             if isinstance(error, BrokenPipeError) and self.output.descriptor is not None:
-                raise  # nobody reads any more, which is no fault
-            self._is_told = True
+                raise  # the reader of the pipe has ended; this is no error of the file
+            self._is_reported = True
             raise _problem(self.output.path, error, f"{self._where()}; make room, or name another file") from error
 
     def _append(self, index: int, lines: bytes) -> None:
         try:
             _write_all(self._file, lines)
         except BaseException:
-            if self.output.is_replaced:  # whole lines only
+            if self.output.is_replaced:  # keep only complete lines
                 self._file.truncate(self._end)
             raise
         self._places[index] = (self._end, len(lines))
@@ -276,10 +278,10 @@ class ResultLines:
         return f"{where} holds the results of {self.num_written} of {self._num_prompts} prompts"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Put the file in its place if all results are there; otherwise tell where they are.
+        """Replace the file if the block succeeded; otherwise add a note to the error that names the file with the results.
 
         Raises:
-            RequestError: the file cannot take its place.
+            RequestError: the file cannot be replaced.
         """
         try:
             if kind is None and self.output.is_replaced:
@@ -288,7 +290,7 @@ class ResultLines:
             raise _problem(self.output.path, problem, f"{self._where()}; make room, and sort it by id") from problem
         finally:
             self._close()
-        if error is not None and not self._is_told:
+        if error is not None and not self._is_reported:
             error.add_note(self._where())
 
     def _finish(self) -> None:

@@ -1,15 +1,14 @@
-"""Framing between a client and the core process: what is said, and as which bytes.
+"""Messages between a client and the core process, and their encoding.
 
-A message is a MessagePack array in the first frame of a ZeroMQ multipart message; bulk (token ids, images) follows in frames of
-its own and is never copied into it.  Both ends are DEALER sockets with one peer, in a private folder.
+A message is a MessagePack array in the first frame of a ZeroMQ multipart message.  Bulk data (token ids, images) follows in
+separate frames and is never copied into the first frame.  Both ends are DEALER sockets with one peer, in a private folder.
 
-No queue has a limit, because what can be in one has: the core sends at most ``max_tokens`` records for an answer, so a client
-that does not read holds up nobody and costs no more memory than the outputs it asked for.
+Queues have no limit, because their content is limited: the core sends at most ``max_tokens`` records for an answer.  A client
+that does not read delays no other request, and costs only the memory of the outputs that it asked for.
 
-Beside the socket runs the *lifeline*, a pair of connected stream sockets: when a process ends, however it ends, the other one
-reads the end of the stream at once, unless a fork has inherited an end; so each side watches the other's process, too.  The
-core's last words travel on it, because a thread that finds the loop stuck cannot use
-the loop's socket.
+A second connection is the *lifeline*, a pair of connected stream sockets.  When a process ends in any way, the other process
+reads the end of the stream at once.  A fork that has inherited the socket prevents that, so each side also watches the other's
+process.  The core sends its last words on the lifeline, because a thread that finds the loop stuck cannot use the loop's socket.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ ID_BYTES: Final = 4
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Root of all messages; a subclass's tag is its first element on the wire."""
+    """Base of all messages; the tag of a subclass is the first element of its array."""
 
 
-# From the client.
+# Messages of the client.
 
 
 class Add(Message, tag="add", frozen=True):
-    """Serve a request.  Frames behind it: token ids as int32, then the encoded images.
+    """Serve a request.  The frames after it are the token ids as int32, then the encoded images.
 
     Attributes:
-        number: the client's name for the request, never used again; a request id may be.
-        request_id: the caller's name for it.
+        number: the client's number of the request; it is never used again, unlike a request id.
+        request_id: the caller's id of the request.
         params: sampling parameters that differ from their defaults.
-        priority: the higher is admitted first.
+        priority: requests of higher priority are admitted first.
         salt: requests share cached memory only with requests of the same salt.
-        arrived_s: when it came, by the clock that all processes of a machine share.
+        arrived_s: time of arrival on the monotonic clock, which all processes of a machine share.
     """
 
     number: int
@@ -59,25 +58,25 @@ class Add(Message, tag="add", frozen=True):
 
 
 class Abort(Message, tag="abort", frozen=True):
-    """Drop requests; answered by :class:`Aborted` with the same ``call`` unless that is 0."""
+    """Abort requests.  The core answers with :class:`Aborted` and the same ``call``, unless ``call`` is 0."""
 
     call: int
     numbers: list[int]
 
 
 class AskStats(Message, tag="ask", frozen=True):
-    """Answered by :class:`Stats`."""
+    """Ask for counts.  The core answers with :class:`Stats` and the same ``call``."""
 
     call: int
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
-    """Take no more requests, finish those there are for at most so many seconds, abort the rest, end."""
+    """Take no more requests, finish open requests for at most ``finish_within_s`` seconds, abort the rest, and end."""
 
     finish_within_s: float
 
 
-# From the core.
+# Messages of the core.
 
 
 class Ready(Message, tag="ready", frozen=True):
@@ -85,12 +84,12 @@ class Ready(Message, tag="ready", frozen=True):
 
     Attributes:
         max_model_len: prompt plus output tokens of one request.
-        max_num_seqs: requests running at once.
-        max_num_batched_tokens: tokens of one step.
-        ignore_len: tokens from which a prompt is not looked at.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of one step.
+        ignore_len: a prompt with this many tokens or more is refused unread.
         vocab_size: token ids are below it.
-        eos_token_id: ends a request that does not ignore it.
-        pid: of the core's process, which may have been started by another program.
+        eos_token_id: the token that ends a request without ``ignore_eos``.
+        pid: process id of the core, which another program may have started.
     """
 
     max_model_len: int
@@ -103,10 +102,10 @@ class Ready(Message, tag="ready", frozen=True):
 
 
 class Outputs(Message, tag="outputs", frozen=True):
-    """What one step brought: ``records[i]`` belongs to request ``numbers[i]``.
+    """The records of one step: ``records[i]`` belongs to request ``numbers[i]``.
 
-    Records travel as maps, not arrays: decoded straight into the class that callers get, 256 of them take 0.12 ms instead of the
-    0.56 ms of arrays that have to be turned into it, for 68 kB instead of 11.
+    Records are encoded as maps, not arrays, because maps decode directly into the class that callers get.  256 records take
+    0.12 ms and 68 kB.  Arrays would need a conversion; they would take 0.56 ms and 11 kB.
     """
 
     numbers: list[int]
@@ -114,7 +113,7 @@ class Outputs(Message, tag="outputs", frozen=True):
 
 
 class Refused(Message, tag="refused", frozen=True):
-    """A request that cannot be served: the name of its error and its sentence."""
+    """A request cannot be served: the class name of the error and its message."""
 
     number: int
     kind: str
@@ -122,7 +121,7 @@ class Refused(Message, tag="refused", frozen=True):
 
 
 class Aborted(Message, tag="aborted", frozen=True):
-    """How many requests an abort found, and how many tokens they had."""
+    """Answer to :class:`Abort`: the number of requests that were open, and the number of their tokens."""
 
     call: int
     count: int
@@ -130,7 +129,7 @@ class Aborted(Message, tag="aborted", frozen=True):
 
 
 class Stats(Message, tag="stats", frozen=True):
-    """What the scheduler counts, and metrics."""
+    """Answer to :class:`AskStats`: the scheduler's counts, and metrics."""
 
     call: int
     scheduler: SchedulerStats
@@ -138,13 +137,13 @@ class Stats(Message, tag="stats", frozen=True):
 
 
 class Closed(Message, tag="closed", frozen=True):
-    """The core's last message; ``aborted`` are the requests that did not finish."""
+    """The core's last message; ``aborted`` are the numbers of requests that did not finish."""
 
     aborted: list[int]
 
 
 class LastWords(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Why a core process ends, on the lifeline."""
+    """Why a core process ends; sent on the lifeline."""
 
     kind: str
     sentence: str
@@ -165,17 +164,17 @@ def pack(message: Message, bulk: Sequence[Frame] = ()) -> list[Frame]:
 
 
 def from_client(frames: Sequence[Frame]) -> tuple[FromClient, Sequence[Frame]]:
-    """What a client said, and its bulk."""
+    """A client's message, and the frames of its bulk data."""
     return _from_client.decode(frames[0]), frames[1:]
 
 
 def from_core(frames: Sequence[Frame]) -> FromCore:
-    """What the core said."""
+    """The core's message."""
     return _from_core.decode(frames[0])
 
 
 def pack_ids(token_ids: npt.ArrayLike) -> bytes:
-    """Token ids as a frame; raises ``ValueError`` for what is no flat array of integers of 32 bits."""
+    """Token ids as a frame; raises ``ValueError`` if they are not a flat array of integers of 32 bits."""
     array = np.asarray(token_ids)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError("not a list of whole numbers")
@@ -190,14 +189,14 @@ def unpack_ids(frame: Frame) -> npt.NDArray[np.int32]:
 
 
 def pack_last_words(error: BaseException) -> bytes:
-    """An error for the lifeline."""
+    """The bytes of an error for the lifeline."""
     kind = type(error).__name__ if isinstance(error, EngineError) else StepFailed.__name__
     sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {reason(error)}"
     return _encode(LastWords(kind=kind, sentence=sentence))
 
 
 def unpack_last_words(data: bytes) -> EngineError | None:
-    """The error of :func:`pack_last_words`; None if the core ended without a word."""
+    """The error of :func:`pack_last_words`; None if the core ended without last words."""
     if not data:
         return None
     words = _last_words.decode(data)
@@ -205,7 +204,7 @@ def unpack_last_words(data: bytes) -> EngineError | None:
 
 
 def error_of(kind: str, sentence: str) -> EngineError:
-    """An error by the name of its class."""
+    """Make an error from the name of its class and its message."""
     error = getattr(errors, kind)(sentence)
     assert isinstance(error, EngineError), "only our own errors cross the border"
     return error

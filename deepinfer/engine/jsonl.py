@@ -1,7 +1,6 @@
-"""Prompts and results as JSON lines: one object a line, UTF-8, ended by line feeds.
+"""Prompts and results as JSON lines: one object on each line, UTF-8, ended by line feeds.
 
-Invariant: what :func:`result_line` writes, any reader of lines reads back: characters at which some readers end a line are
-written as escapes.
+Invariant: every reader of lines can read the results back, because characters that end a line for some readers are escaped.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ LINE_PARAMETERS = (
     "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "seq_seed", "ignore_eos",
     "first_n_token_no_eos", "top_logprobs",
 )  # fmt: skip
-"""Sampling parameters that a line may have."""
+"""Sampling parameters that are allowed on a line."""
 
 _MAX_DIGITS = 300
-"""Of a whole number: more than any parameter has, fewer than Python converts to text or to a float."""
+"""Most digits of a whole number: more than any parameter needs, fewer than Python's limits for text and floats."""
 _ESCAPES = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One line.
+    """One line with a prompt.
 
     Attributes:
-        number: of the line, from 1.
-        line_id: as given, else the number from 0.
-        prompt: text, or None for ``token_ids``.
-        token_ids: or None for ``prompt``.
-        params: how to sample.
+        number: line number, from 1.
+        line_id: the given id, else the line number from 0.
+        prompt: text, or None if ``token_ids`` is given.
+        token_ids: the given ids, or None if ``prompt`` is given.
+        params: sampling parameters.
     """
 
     number: int
@@ -50,14 +49,14 @@ class PromptLine:
 
 
 def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptLine]:
-    """Every line that is not blank, checked as far as that needs no model.
+    """Read and check every line that is not blank; checks that need a model come later.
 
     Args:
         path: the file.
-        sampling: parameters of lines that have none of their own.
+        sampling: default parameters; a line's own parameters override them.
 
     Raises:
-        RequestError: the file or a line is not usable; names the line.
+        RequestError: the file or a line is not usable; the message names the line.
     """
     lines = []
     for number, content in enumerate(read_file(path).split(b"\n"), start=1):
@@ -85,18 +84,20 @@ def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptLine]:
             )
         )
     if not lines:
-        raise RequestError(f"{path} holds no prompts; write one JSON object a line")
+        raise RequestError(f"{path} holds no prompts; write one JSON object on each line")
     return lines
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The object of a line, its keys known and its prompt and id of the right types."""
+    """The object of a line; its keys and the types of its prompt and id are checked."""
     try:
         line = json.loads(text, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise RequestError(f"is not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+        raise RequestError(f"is not JSON ({error.msg} at column {error.colno}); write one object on each line") from error
     except RecursionError:
-        raise RequestError("is nested too deeply; write one object a line, with lists of token ids at most") from None
+        raise RequestError(
+            "is nested too deeply; write one object on each line, and nest only lists of token ids and a logit_bias"
+        ) from None
     if not isinstance(line, dict) or ("prompt" in line) == ("prompt_token_ids" in line):
         raise RequestError("needs an object with either prompt or prompt_token_ids")
     unknown = sorted(set(line) - {"prompt", "prompt_token_ids", "id", *LINE_PARAMETERS})
@@ -112,26 +113,26 @@ def _parsed(text: str) -> dict[str, Any]:
     for name, value in (("id", line_id), ("prompt", prompt)):
         _check_text(name, value)
     bias = line.get("logit_bias")
-    if isinstance(bias, dict):  # JSON has no keys but strings
+    if isinstance(bias, dict):  # keys in JSON are always strings
         line["logit_bias"] = {int(key) if key.isdecimal() and len(key) < _MAX_DIGITS else key: bias[key] for key in bias}
     return line
 
 
 def _integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise RequestError(f"has a whole number of {len(text)} digits, {_MAX_DIGITS} are the most; write a smaller one")
+        raise RequestError(f"has a whole number of {len(text)} digits, the limit is {_MAX_DIGITS} digits; write a smaller number")
     return int(text)
 
 
 def _no_constant(name: str) -> object:
-    raise RequestError(f"has {name}, which is no JSON; write a finite number")
+    raise RequestError(f"has {name}, which is not JSON; write a finite number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise RequestError(f"has the key {shown(key)} twice; give each once")
+            raise RequestError(f"has the key {shown(key)} twice; give each key once")
         made[key] = value
     return made
 
@@ -145,14 +146,14 @@ def _check_text(name: str, text: object) -> None:
 
 
 def token_ids(path: Path, lines: Sequence[PromptLine], reader: PromptReader) -> list[list[int]]:
-    """Token ids of every line, checked against the model and the settings that ``reader`` knows.
+    """Token ids of every line, checked against the model and the settings of ``reader``.
 
     Args:
-        path: names the file in errors.
-        lines: of :func:`read_prompts`.
+        path: the file, for messages.
+        lines: result of :func:`read_prompts`.
 
     Raises:
-        RequestError: a line cannot be served; names it.
+        RequestError: a line cannot be served; the message names the line.
     """
     found = []
     for line in lines:
@@ -168,8 +169,11 @@ def token_ids(path: Path, lines: Sequence[PromptLine], reader: PromptReader) -> 
 def result_lines(
     line: PromptLine, answers: Sequence[Sequence[RequestOutput]], tokenizer: Tokenizer, texts: Sequence[str]
 ) -> bytes:
-    """A line for each answer to ``line``, with its text: id, text, token_ids, finish_reason, prompt_tokens, output_tokens; sample
-    where there are several, top_logprobs where they were asked for."""
+    """One line for each answer to ``line``, with ``texts`` as the answers' texts.
+
+    A line has id, text, token_ids, finish_reason, prompt_tokens and output_tokens; sample if there is more than one answer;
+    top_logprobs if the prompt's line asks for them.
+    """
     return b"".join(
         _result_line(line, sample, records, tokenizer, text)
         for sample, (records, text) in enumerate(zip(answers, texts, strict=True))

@@ -1,4 +1,4 @@
-"""From a model's name or directory to a worker that can run it."""
+"""Builds an engine from a model's name or directory: checks settings and memory, reads weights, measures step times."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from deepinfer.scheduler.limits import Limits
 from deepinfer.tokenizer import IMAGE, Tokenizer
 
 _SPARE_PAGES = 64
-"""Pages beyond what running requests can use, for prefixes of ended ones, at least."""
+"""Pages in addition to those that running requests can use; they keep prefixes of ended requests."""
 _GIB = 1 << 30
 _CPU_KV_BYTES = 2 << 30
-"""Most KV memory taken on a CPU, where nothing says how much of it is ours."""
+"""Most memory for caches on a CPU, because other programs share the memory."""
 
 _CLOCK_CONTEXT = 8192
-"""Tokens behind which steps are timed, where requests may be that long."""
+"""Context tokens of the requests in measured steps, if requests may be that long."""
 _CPU_CLOCK_ROWS, _CPU_CLOCK_RUNS = 64, 1
-"""Most rows of a step that is timed on a CPU, and how often: behind them time grows in proportion, what runs refines the rest,
-and the start must not take minutes."""
+"""Most rows of a measured step on a CPU, and runs of each size, because the start must not take minutes.  Above 64 rows the time
+grows in proportion to the rows.  The engine refines the curve while it runs."""
 _CLOCK_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model ready to serve."""
+    """A model that is ready to serve."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -59,10 +59,10 @@ class Loaded:
 
 
 def model_directory(model: str, *, progress: bool = True) -> Path:
-    """The directory that ``model`` names; makes ``nano``'s on first use.
+    """The directory that ``model`` names; the first use of ``nano`` creates its directory.
 
     Raises:
-        ConfigError: it is neither a directory nor a known name.
+        ConfigError: ``model`` is neither a directory nor a known name.
     """
     if model == "nano":
         return nano_directory(progress=progress)
@@ -87,12 +87,12 @@ def _pick_device(name: str) -> torch.device:
 
 
 def _num_slots(args: EngineArgs) -> int:
-    """State slots, slot 0 included: one a running request, and some to keep the state of ended ones."""
+    """State slots, including slot 0: one for each running request, and some that keep the state of ended requests."""
     return int(args.state_slots_ratio * args.max_num_seqs) + 1
 
 
 def _free_bytes() -> float:
-    """Memory that this machine can give now without swapping; infinite where the system does not say."""
+    """Bytes that this machine can give now without swapping; infinite if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -101,20 +101,20 @@ def _free_bytes() -> float:
 
 
 def _check_memory(args: EngineArgs, config: ModelConfig) -> None:
-    """Whether weights and state slots can have room at all, before any is taken.
+    """Check that weights and state slots fit into memory, before any memory is taken.
 
     Raises:
-        ConfigError: they cannot; says how much was asked for and how much there is.
+        ConfigError: they do not fit; the message has the needed and the available bytes.
     """
     device = _pick_device(args.device)
-    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_bytes()
+    available = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_bytes()
     weights = rank_memory(config, 1).total
-    if weights > there:
+    if weights > available:
         raise ConfigError(
-            f"the weights of model={args.model} have {weights / _GIB:.1f} GiB, {device} has {there / _GIB:.1f} GiB; "
+            f"the weights of model={args.model} have {weights / _GIB:.1f} GiB, {device} has {available / _GIB:.1f} GiB; "
             "use a machine with more memory or a smaller model"
         )
-    budget = there * args.gpu_memory_utilization if device.type == "cuda" else _CPU_KV_BYTES
+    budget = available * args.gpu_memory_utilization if device.type == "cuda" else _CPU_KV_BYTES
     layout, num_slots = _layout(args, config), _num_slots(args)
     if num_slots * layout.slot_bytes + layout.page_bytes > budget:
         raise ConfigError(
@@ -125,13 +125,16 @@ def _check_memory(args: EngineArgs, config: ModelConfig) -> None:
 
 
 def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slots: int, device: torch.device) -> int:
-    """Pages that the memory budget allows, page 0 included; at most what all requests at full length, and one more, could use.
+    """Number of pages that the memory budget allows, including page 0.
 
-    The budget is what weights leave of the GPU's share, less what choosing tokens takes (:func:`workspace_bytes`).  On a CPU the
-    budget is no limit of the machine: choosing tokens takes from it what two requests at full length, and half of it, leave.
+    It is at most the number that ``max_num_seqs`` + 1 requests of full length can use, plus spare pages.
+
+    The budget of a GPU is its share of memory minus the weights.  The state slots and the workspace for choosing tokens
+    (:func:`workspace_bytes`) are subtracted from it.  The budget of a CPU is not a limit of the machine.  There the workspace
+    gets at most half of the budget, and leaves pages for two requests of full length.
 
     Raises:
-        ConfigError: nothing is left for pages, or too little for the longest request.
+        ConfigError: the memory for pages is too small for the longest request.
     """
     workspace = workspace_bytes(
         config.vocab_size,
@@ -151,8 +154,8 @@ def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slot
         workspace = max(0, min(workspace, budget // 2, budget - first))
     if budget < workspace + slots + layout.page_bytes:
         raise ConfigError(
-            f"no memory is left for pages: of {budget / 2**30:.1f} GiB behind the weights, choosing tokens takes "
-            f"{workspace / 2**30:.1f} GiB and {num_slots} state slots {slots / 2**30:.1f} GiB; lower "
+            f"no memory is left for pages: the weights leave {budget / 2**30:.1f} GiB, choosing tokens takes "
+            f"{workspace / 2**30:.1f} GiB and {num_slots} state slots take {slots / 2**30:.1f} GiB; lower "
             f"max_num_seqs={args.max_num_seqs} or num_drafts={args.num_drafts}"
             + (f", or raise gpu_memory_utilization={args.gpu_memory_utilization}" if device.type == "cuda" else "")
         )
@@ -165,7 +168,7 @@ def _num_pages(args: EngineArgs, config: ModelConfig, layout: KVLayout, num_slot
 def _build_worker(
     args: EngineArgs, config: ModelConfig, compression: Tensor, model_dir: Path, *, num_threads: int, progress: bool
 ) -> Worker:
-    """Read the weights and lay out the caches."""
+    """Read the weights and allocate the caches."""
     device = _pick_device(args.device)
     if args.load_format == "dummy":
         tensors = dict(random_tensors(config, args.seed))
@@ -203,12 +206,12 @@ def _build_worker(
 
 
 def _captures(args: EngineArgs, device: torch.device) -> bool:
-    """Whether anything is replayed from graphs."""
+    """Whether the worker uses CUDA graphs."""
     return device.type == "cuda" and not (args.enforce_eager and args.draft_enforce_eager)
 
 
 def _layout(args: EngineArgs, config: ModelConfig) -> KVLayout:
-    """Addresses with room for what a round may take back."""
+    """The layout of pages and slots, with room for the drafts that a round may reject."""
     return KVLayout(config, page_tokens=args.tokens_per_block, max_drafts=args.max_backtracking_tokens - 1)
 
 
@@ -248,12 +251,12 @@ def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor, *, pr
 def time_steps(
     worker: Worker, *, num_drafts: int, max_rows: int, context: int, num_runs: int = 5, progress: bool = False
 ) -> CostCurve:
-    """Profile a worker that does nothing else, in its own thread.
+    """Measure the step times of a worker without requests; call this in the worker's thread.
 
     Args:
-        num_drafts: of a round; the worker has slots for rounds of ``max_rows`` rows.
-        max_rows: of the largest step.
-        context: tokens behind which the requests stand, at least 1 and 2 + 2 ``num_drafts`` below the longest request.
+        num_drafts: drafts of a round; the worker has slots for rounds of ``max_rows`` rows.
+        max_rows: rows of the largest step.
+        context: context tokens of each request; at least 1, and at least 2 + 2 ``num_drafts`` less than the longest request.
         num_runs, progress: as for :func:`measure_curve`.
 
     Cost: ``num_runs`` + 1 times two steps of every size of :func:`step_sizes`.
@@ -261,14 +264,14 @@ def time_steps(
     sizes = step_sizes(max_rows)
     clock = StepClock(worker, num_drafts=num_drafts, max_rows=max_rows, context=context)
     try:
-        # Graphs round rows up by less than an interval, which the lines between sizes stand for as well.
+        # Graphs round rows up by less than an interval; the interpolation between sizes includes that padding.
         return measure_curve(clock.measure_ms, sizes, max_padded_rows=sizes[0], num_runs=num_runs, progress=progress)
     finally:
         clock.close()
 
 
 def _step_times(args: EngineArgs, config: ModelConfig, executor: Executor, *, progress: bool) -> CostCurve:
-    """Time of a step by its rows: from disk, or measured now and written there."""
+    """Time of a step by its rows: read from disk, or measured now and written to disk."""
     worker = executor.worker
     device = worker.model.device
     is_cpu = device.type == "cpu"
@@ -305,15 +308,15 @@ def _step_times(args: EngineArgs, config: ModelConfig, executor: Executor, *, pr
 
 
 def _decoder_keep(args: EngineArgs) -> int:
-    """Tokens of a prompt that the decoder half runs over; 0 for all."""
+    """Last tokens of a prompt that the decoder half computes; 0 for all tokens."""
     return args.decoder_replay_keep_tokens if args.decoder_replay != "off" else 0
 
 
 def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
-    """Read a model and build an engine around it.
+    """Read a model and build its engine.
 
     Raises:
-        ConfigError: settings, files or memory do not allow it.
+        ConfigError: settings or files are not usable, or the memory is too small.
     """
     model_dir = model_directory(args.model, progress=progress)
     config = load_config(model_dir)
@@ -322,7 +325,10 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
     _check_memory(args, config)
     bind(REFERENCE)
-    classes, num_threads = torch.from_numpy(compression), torch.get_num_threads()  # of the caller, who may have set it
+    classes, num_threads = (
+        torch.from_numpy(compression),
+        torch.get_num_threads(),
+    )  # before others change it: the caller may have set it
     try:
         executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
         core = _build_core(args, config, executor, progress=progress)
@@ -337,13 +343,13 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
 
 
 def _is_lack_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether the system or the device gave no memory; the allocator of the CPU has no exception of its own for that."""
+    """Whether the system or the device gave no memory; torch's CPU allocator raises a plain RuntimeError in that case."""
     words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "can't start new thread")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_classes: int) -> None:
-    """Whether settings, configuration and tokenizer belong together."""
+    """Check that settings, configuration and tokenizer fit together."""
     keep, window = _decoder_keep(args), _layout(args, config).ring_tokens
     if keep and keep < window:
         raise ConfigError(
@@ -355,15 +361,15 @@ def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_
             f"max_model_len={args.max_model_len} exceeds the model's {config.max_position_embeddings} positions; lower it"
         )
     if args.num_drafts > config.dspark_block_size or (args.num_drafts and not config.num_nextn_predict_layers):
-        most = config.dspark_block_size if config.num_nextn_predict_layers else 0
+        limit = config.dspark_block_size if config.num_nextn_predict_layers else 0
         raise ConfigError(
-            f"num_drafts={args.num_drafts} is more than the {most} drafts that the model was trained to make at once; "
-            f"use 0 to {most} (DEEPINFER_USE_NEXTN_DECODE)"
+            f"num_drafts={args.num_drafts} is more than the {limit} drafts that the model was trained to make at once; "
+            f"use 0 to {limit} (DEEPINFER_USE_NEXTN_DECODE)"
         )
     for token_id in args.banned_token_ids:
         if token_id >= config.vocab_size:
             raise ConfigError(
-                f"banned_token_ids names {token_id}, the vocabulary ends at {config.vocab_size - 1}; "
+                f"banned_token_ids has {token_id}, but the vocabulary ends at {config.vocab_size - 1}; "
                 "leave it out (DEEPINFER_DECODE_TOKEN_BLACKLIST)"
             )
     if len({*args.banned_token_ids, config.image_token_id}) == config.vocab_size:
@@ -373,7 +379,7 @@ def _check_fit(args: EngineArgs, config: ModelConfig, tokenizer: Tokenizer, num_
         )
     if num_classes != config.engram_compressed_vocab_size or tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json promises "
+            f"the tokenizer has {tokenizer.vocab_size} ids in {num_classes} Engram classes, config.json says "
             f"{config.vocab_size} in {config.engram_compressed_vocab_size}; use the tokenizer.json that came with the checkpoint"
         )
     if tokenizer.special(IMAGE) != config.image_token_id:

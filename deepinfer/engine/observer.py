@@ -1,7 +1,7 @@
-"""Follows requests and steps: feeds the metrics, writes the log line.
+"""Observes requests and steps: updates the metrics and writes the log line.
 
-Owns what is known of a request's times: when it arrived, when its first and its last token came.  It is told what happens by
-whoever turns the loop, and tells nothing back.
+Owns the times of each request: its arrival, and its first and last token.  The engine's loop calls it; it returns nothing to the
+loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class _Life:
     """An unfinished request; times in seconds of one clock.
 
     Attributes:
-        first: when its first token came.
-        firsts, lasts: when the first and the last token of each of its answers came.
-        num_output: tokens of the answers that have ended.
-        num_open: answers that have not.
+        arrived: time of arrival.
+        first: time of the first token of any answer.
+        firsts, lasts: answer -> time of its first and of its last token.
+        num_output: tokens of ended answers.
+        num_open: unfinished answers.
     """
 
     arrived: float
@@ -40,25 +41,25 @@ class _Life:
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """What happened since the last log line."""
+    """Counts since the last log line."""
 
     steps: int = 0
     busy_s: float = 0.0
     output_tokens: int = 0
     aborted: int = 0
-    first_tokens: int = 0  # of requests
-    prompt_ends: int = 0  # rows of prompts that brought a token, one for each answer
-    first_token_s: float = 0.0
+    first_tokens: int = 0  # requests that got their first token
+    prompt_ends: int = 0  # answers that got their first token; the last row of the prompt gave it
+    first_token_s: float = 0.0  # sum of the requests' times to their first token
 
 
 class Observer:
-    """Counts for one engine.
+    """The observer of one engine.
 
-    Invariant: it knows exactly the unfinished requests that it was told of.
+    Invariant: it holds exactly the requests that have arrived and have not ended.
     """
 
     def __init__(self, stats: Callable[[], SchedulerStats], *, log_every: int | None) -> None:
-        """``stats`` gives the scheduler's counts; ``log_every`` steps there is a line in the log, None for never."""
+        """``stats`` returns the scheduler's counts; one log line is written every ``log_every`` steps, or never with None."""
         self.metrics = Metrics()
         self._stats = stats
         self._log_every = log_every
@@ -67,25 +68,25 @@ class Observer:
         self._before = stats()
 
     def arrived(self, request: Request, now: float) -> None:
-        """The engine took a request in."""
+        """The engine has admitted a request."""
         self._lives[request.request_id] = _Life(arrived=now, num_prompt=len(request.prompt_token_ids), num_open=request.params.n)
         self.metrics.observe("request_params_max_tokens", request.params.max_tokens)
 
     def refused(self, error: Exception) -> None:
-        """The engine did not take a request in."""
+        """The engine has refused a request."""
         self.metrics.add("admission_rejections", label=type(error).__name__)
 
     def aborted(self, request_ids: Iterable[str]) -> None:
-        """Requests were dropped; those unknown are passed over."""
+        """Requests were aborted; unknown ids are ignored."""
         for request_id in request_ids:
             if self._lives.pop(request_id, None) is not None:
                 self.metrics.add("request_success", label=FinishReason.ABORT)
                 self._window.aborted += 1
 
     def stepped(self, outputs: Sequence[RequestOutput], seconds: float, now: float) -> None:
-        """A turn of the loop took ``seconds`` and brought ``outputs``.
+        """An iteration of the loop took ``seconds`` and gave ``outputs``.
 
-        Cost: 0.1 ms for 256 outputs; latencies are grouped, because the tokens of one step mostly waited equally long.
+        Cost: 0.1 ms for 256 outputs; equal latencies are counted together, because most tokens of one step have the same latency.
         """
         metrics, window = self.metrics, self._window
         latencies: Counter[float] = Counter()
@@ -122,7 +123,7 @@ class Observer:
             self._log()
 
     def snapshot(self) -> Snapshot:
-        """All numbers as of now."""
+        """All current numbers."""
         self._take_over(self._stats())
         return self.metrics.snapshot()
 
@@ -134,7 +135,7 @@ class Observer:
         self._window.first_token_s += now - life.arrived
 
     def _finished(self, output: RequestOutput, life: _Life, now: float) -> None:
-        """An answer has ended, and the request with its last one."""
+        """An answer has ended; the request ends with its last answer."""
         metrics = self.metrics
         life.num_output += output.num_output_tokens
         life.num_open -= 1
@@ -170,13 +171,13 @@ class Observer:
                 metrics.put(f"spec_decode_num_{name}_tokens_per_pos", count, label=str(position))
 
     def _log(self) -> None:
-        """One line about the steps since the last one, with rates over the time in which there was work."""
+        """Write one line about the steps since the last line; rates are per second of steps, without idle time."""
         window, self._window = self._window, _Window()
         stats, before = self._stats(), self._before
         self._before = stats
         asked = stats.num_asked_tokens - before.num_asked_tokens
         hits = stats.num_hit_tokens - before.num_hit_tokens
-        # Every row of a prompt is computed and brings no token, its last one excepted; every other row brings one.
+        # A row of a prompt gives no token, except the last row, which gives one token; every other row gives one token.
         rows, tokens = stats.num_computed_tokens - before.num_computed_tokens, stats.num_output_tokens - before.num_output_tokens
         logger.info(
             "step %d: %.1f steps/s, %.0f prompt tokens/s, %.0f output tokens/s; running %d, waiting %d; "
@@ -198,7 +199,7 @@ class Observer:
 
 
 def _speculation(stats: SchedulerStats, before: SchedulerStats) -> str:
-    """What the log line says of the rounds since ``before``; nothing without any."""
+    """The part of the log line about rounds since ``before``; "" without rounds."""
     num_rounds = stats.num_rounds - before.num_rounds
     if not num_rounds:
         return ""

@@ -1,7 +1,7 @@
-"""Several answers to one request: for the scheduler and the executor each answer is a request of its own.
+"""Several answers to one request.  Scheduler and executor treat each answer as a separate request.
 
-The first answer is added like any other request; the others branch from it once the prompt is computed, so that they share its
-pages.  This is where their ids are made and taken apart again.
+The first answer is added like any other request.  The other answers branch from it when the prompt is computed, so that they
+share its pages.  This module makes the ids of answers and splits them again.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from deepinfer.errors import RequestError, shown
 from deepinfer.request import Request, RequestOutput
 
 SEPARATOR: Final = "\0"
-"""Stands between a request's id and the number of an answer; no caller's id has it."""
+"""Separates a request's id and the number of an answer; no caller's id contains it."""
 
 
 class Samples:
-    """Which answers belong to which request.
+    """Maps requests with more than one answer to their answers.
 
-    Invariant: it knows exactly the requests with more than one answer that have one without a last record.
+    Invariant: it holds exactly the requests with n > 1 that still have an unfinished answer.
     """
 
     def __init__(self) -> None:
-        """No requests."""
-        self._open: dict[str, list[str]] = {}  # request -> ids of its answers that have not ended
+        """Start without requests."""
+        self._open: dict[str, list[str]] = {}  # request -> ids of its unfinished answers
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
     def split(self, request: Request) -> list[Request]:
-        """One request for each answer of one with a seed; the request itself if it wants only one.
+        """One request for each answer; the request itself if it has only one answer.  ``request`` must have a seed.
 
         Raises:
-            RequestError: its id cannot be told from the id of an answer.
+            RequestError: the request's id contains the separator.
         """
         if SEPARATOR in request.request_id:
             raise RequestError(f"request id {shown(request.request_id)} has a zero character; choose another")
@@ -45,25 +45,25 @@ class Samples:
         ]
 
     def enter(self, request: Request, parts: Iterable[Request]) -> None:
-        """``request`` was taken in as ``parts``."""
+        """Record that ``request`` was admitted as ``parts``."""
         if request.params.n > 1:
             self._open[request.request_id] = [part.request_id for part in parts]
 
     def parts(self, request_id: str) -> list[str]:
-        """Ids of the answers of a request that have not ended; its own id if it is not known here."""
+        """Ids of the unfinished answers of a request; the given id itself if the request is not held here."""
         return list(self._open.get(request_id, [request_id]))
 
     def groups(self) -> list[list[str]]:
-        """:meth:`parts` of all requests that are known here."""
+        """:meth:`parts` of all requests that are held here."""
         return list(self._open.values())
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; records of their answers that are still on the way are nobody's."""
+        """Forget requests; :meth:`relabel` discards later records of their answers."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def relabel(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Records under the ids that callers know; without those of dropped requests."""
+        """Replace the ids of answers by the callers' ids; remove records of dropped requests."""
         return [named for output in outputs if (named := self._relabel(output)) is not None]
 
     def _relabel(self, output: RequestOutput) -> RequestOutput | None:

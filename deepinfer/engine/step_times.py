@@ -1,13 +1,14 @@
-"""Step times of a machine: measured at the start, and kept on disk so that an engine that starts again need not measure again.
+"""Step times of a machine: an engine measures them at its start and keeps them on disk for later starts.
 
-One file for each kind of engine: ``decode-perf-<h>.json`` in the directory of ``DEEPINFER_DECODE_PERF_CACHE_DIR``, with h the
-first 16 digits of the SHA-256 of the key as JSON.  It holds::
+There is one file for each kind of engine: ``decode-perf-<h>.json`` in the directory ``DEEPINFER_DECODE_PERF_CACHE_DIR``, where h
+is the first 16 digits of the SHA-256 of the key as JSON.  It holds::
 
     {"format": 1, "key": {…}, "measured_at": seconds since 1970, "points": [[rows, ms], …], "max_padded_rows": rows}
 
-The key is whatever changes the curve: model and configuration, device, drafts of a round, page size, version of torch, ….
+The key contains everything that changes the curve: model and configuration, device, drafts of a round, page size, version of
+torch, ….
 
-Invariant: a file is there whole or not at all, whoever writes it at the same time; a file that is not for this key is not used.
+Invariant: a file is complete or absent, even if several engines write it at the same time; a file with another key is not used.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _TILE = 32
-"""Rows that products round up to."""
+"""Matrix products round the number of rows up to a multiple of this."""
 _MAX_STRIDES = 16
 CurveKey: TypeAlias = Mapping[str, str | int | float | bool]
 
 
 def step_sizes(max_rows: int) -> list[int]:
-    """Rows to time: doubling up to a tile, then at most 16 equal strides of whole tiles, the last one cut at ``max_rows``."""
+    """Numbers of rows to measure: 8, 16, 32, then at most 16 equal strides of whole tiles, the last one cut at ``max_rows``."""
     stride = _TILE * -(-max_rows // (_MAX_STRIDES * _TILE))
     sizes = {8, 16, _TILE, *range(stride, max_rows, stride)}
     return [*sorted(size for size in sizes if size < max_rows), max_rows]
@@ -51,14 +52,15 @@ def measure_curve(
     num_runs: int = 5,
     progress: bool = False,
 ) -> CostCurve:
-    """Profile a machine.
+    """Measure the step times of a machine.
 
     Args:
-        measure: rows -> milliseconds of one step of so many rows.
-        sizes: rows of the steps to time; all of them in turn, ``num_runs`` times, so that all see the same moods of the machine.
+        measure: rows -> milliseconds of one step with that many rows.
+        sizes: rows of the steps to measure.  Each of the ``num_runs`` passes measures all sizes, so that a slow phase of the
+            machine affects all of them.
         max_padded_rows: as in :class:`CostCurve`.
-        num_runs: timed runs of each size behind one that warms up; their median counts.
-        progress: show a bar.
+        num_runs: measured runs of each size, after one run to warm up; the median is used.
+        progress: show a progress bar.
     """
     times = np.empty((num_runs, len(sizes)))
     with progress_bar((num_runs + 1) * len(sizes), unit="step", desc="step times", shown=progress) as bar:
@@ -72,18 +74,18 @@ def measure_curve(
 
 
 def curve_path(directory: str | Path, key: CurveKey) -> Path:
-    """Where the curve of ``key`` lies; the order of the key's entries does not matter."""
+    """The file of the curve of ``key``; the order of the key's entries does not matter."""
     text = json.dumps(dict(key), sort_keys=True)
     return Path(directory).expanduser() / f"decode-perf-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def load_curve(directory: str | Path | None, ttl_s: float, key: CurveKey) -> CostCurve | None:
-    """The curve stored for ``key``, or None if there is none that counts.
+    """The curve stored for ``key``, or None if there is no valid one.
 
     Args:
         directory: None for no cache.
-        ttl_s: seconds from measuring during which a curve counts; a time of measuring that lies ahead never does.
-        key: as it was given to :func:`save_curve`.
+        ttl_s: a curve is valid for this many seconds after its measurement.  A measurement in the future is not valid.
+        key: the key that was given to :func:`save_curve`.
     """
     if directory is None:
         return None
@@ -91,9 +93,9 @@ def load_curve(directory: str | Path | None, ttl_s: float, key: CurveKey) -> Cos
     try:
         raw = json.loads(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("format") != _FORMAT or raw.get("key") != dict(key):
-            raise ValueError("it was written by something else or for another engine")
+            raise ValueError("it has another format or belongs to another engine")
         if "sizes" in key and json.dumps([point[0] for point in raw["points"]]) != key["sizes"]:
-            raise ValueError("its points are not those of the sizes that are measured")
+            raise ValueError("its points are not at the sizes that this engine measures")
         age_s = time.time() - float(raw["measured_at"])
         curve = CostCurve.from_json(raw)
     except FileNotFoundError:
@@ -108,9 +110,9 @@ def load_curve(directory: str | Path | None, ttl_s: float, key: CurveKey) -> Cos
 
 
 def save_curve(directory: str | Path | None, key: CurveKey, curve: CostCurve) -> None:
-    """Store the profile of ``curve`` for ``key``, in place of an older one; does nothing if ``directory`` is None.
+    """Store ``curve`` for ``key`` and replace an older one; does nothing if ``directory`` is None.
 
-    A directory that cannot be written is warned about: it costs the next start a few seconds, not this one its life.
+    If the directory cannot be written, this logs a warning, because only the next start takes a few seconds longer.
     """
     if directory is None:
         return

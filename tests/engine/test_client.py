@@ -398,7 +398,7 @@ def test_a_core_that_cannot_start_says_why(model, error, says):
 
 
 def test_a_program_that_is_no_core_is_noticed():
-    with pytest.raises(StepFailed, match=r"ended with code 3|broke off"):
+    with pytest.raises(StepFailed, match=r"ended with code 3|closed its lifeline"):
         asyncio.run(AsyncEngineClient.start(NANO, progress=False, program=[sys.executable, "-c", "raise SystemExit(3)"]))
 
 
