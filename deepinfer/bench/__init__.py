@@ -1,1 +1,1 @@
-"""Measurements: what they ran, what they found, and how that compares with what the machine can do."""
+"""Benchmarks of this machine.  Each reports what it ran, its results, and the limits of the machine where they are known."""

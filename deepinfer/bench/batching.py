@@ -1,4 +1,4 @@
-"""Continuous batching against one request after another, on the same engine, requests and machine."""
+"""Batching benchmark: requests that run together against requests that run one after another, on the same engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_TEXT_ID, _LAST_TEXT_ID = 3, 259
 
 
 def _requests(count: int, seed: int, name: str) -> list[Request]:
-    """Prompts of 16 to 256 tokens, outputs of 16 to 64, greedy."""
+    """Greedy requests with prompts of 16 to 256 tokens and outputs of 16 to 64 tokens."""
     rng = np.random.default_rng(seed)
     return [
         Request(
@@ -33,7 +33,7 @@ def _requests(count: int, seed: int, name: str) -> list[Request]:
 
 
 def _run(core: EngineCore, requests: Sequence[Request]) -> tuple[float, int]:
-    """Seconds and output tokens of ``requests``, all there from the start."""
+    """Run ``requests``, all added at the start; returns seconds and output tokens."""
     start, tokens = time.perf_counter(), 0
     for each in requests:
         core.add(each)
@@ -48,8 +48,8 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
     Args:
         model: as in :class:`EngineArgs`.
         device: as in :class:`EngineArgs`.
-        num_requests: requests at once.
-        repeats: measurements of either way; alternating, so that both see the same moods of the machine.
+        num_requests: requests that run together.
+        repeats: measurements of each kind.  The two kinds alternate, so that a slow phase of the machine affects both.
         num_drafts: drafts of a round, all verified; 0 measures batching alone.
     """
     args = EngineArgs(
@@ -79,13 +79,13 @@ def run_batching(model: str, *, device: str = "auto", num_requests: int = 64, re
             bar.update()
     core.close()
     gains = [both / alone for both, alone in zip(rates["together"], rates["one after another"], strict=True)]
-    rows = [
+    lines = [
         [f"{num_requests} requests {name}", f"{statistics.median(each):.1f}", f"{min(each):.1f} … {max(each):.1f}"]
         for name, each in rates.items()
     ]
-    rows.append(["gain", f"{statistics.median(gains):.2f}", f"{min(gains):.2f} … {max(gains):.2f}"])
+    lines.append(["gain", f"{statistics.median(gains):.2f}", f"{min(gains):.2f} … {max(gains):.2f}"])
     where = core.executor.worker.model.device
     what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     title = f"{what}; torch {torch.__version__}; one after another measured on {one_by_one} of the requests; "
-    title += f"{num_drafts} drafts a round" if num_drafts else "no drafts: what is measured is batching"
-    return f"{title}\n\n{tabulate(rows, headers=['', 'output tokens/s, median', 'min … max'])}"
+    title += f"{num_drafts} drafts a round" if num_drafts else "no drafts, to measure batching alone"
+    return f"{title}\n\n{tabulate(lines, headers=['', 'output tokens/s, median', 'min … max'])}"

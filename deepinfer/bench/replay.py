@@ -1,10 +1,10 @@
-"""Is bounded replay what it claims to be?  Three levels.
+"""Checks bounded replay on three levels.
 
-1.  The tables that steer a step (rows, window keys, ring addresses) equal those of a plain host program that follows the rule
-    "position i sees window keys max(s, i - window + 1) … i", in both modes, for lengths around every edge.
+1.  The tables of a step (rows, window keys, ring addresses) equal those of a plain host program with the rule "position i sees
+    window keys max(s, i - window + 1) … i", in both modes, for lengths around every edge.
 2.  On the model, ``mask`` and ``compact`` give the same log-probabilities for the kept rows, bit for bit.
-3.  How far replay is from the exact run: cold with the decoder's bounded replay, behind a hit with replayed state, and behind a
-    hit with restored state.  This level reports; only what must be exact can fail.
+3.  The distance of replay from the exact run is measured: without a hit and with a bounded decoder, after a hit with replayed
+    state, and after a hit with restored state.  On this level a check fails only if it must be exact.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Finding:
 
     Attributes:
         level: 1, 2 or 3.
-        check: what was compared.
-        cases: how many comparisons.
-        outcome: what came out.
-        is_failure: whether something that must hold does not.
+        check: what is compared.
+        cases: number of comparisons.
+        outcome: result of the comparison.
+        is_failure: whether a required property does not hold.
     """
 
     level: int
@@ -55,7 +55,7 @@ class Finding:
 
 
 def edge_lengths(keep: int, window: int) -> list[int]:
-    """Prompt lengths around everything that could be off by one."""
+    """Prompt lengths around every border, to find errors by one."""
     edges = {1, 2, window - 1, window, window + 1, keep - 1, keep, keep + 1, keep + window, 2 * keep + 1}
     return sorted(length for length in edges if length > 0)
 
@@ -84,7 +84,7 @@ def _chunks(prompt: npt.NDArray[np.int32], cuts: Sequence[int], floor: int, layo
 
 
 def _visible(rows: LayerInputs, window: int, ring_tokens: int) -> list[tuple[int, list[int]]]:
-    """(position, positions of its window keys) of every row, read back from the tables."""
+    """(position, positions of its window keys) of every row, read from the tables."""
     before = rows.window_before
     earlier = [span.start - back for span in rows.spans.chunks for back in range(window - 1, 0, -1)]
     assert [each % ring_tokens for each in earlier] == before.positions.flatten().tolist(), "earlier keys end before the step"
@@ -96,13 +96,13 @@ def _visible(rows: LayerInputs, window: int, ring_tokens: int) -> list[tuple[int
 
 
 def _expected(start: int, end: int, floor: int, window: int, mode: ReplayMode) -> list[tuple[int, list[int]]]:
-    """The rule, in plain numbers."""
+    """(position, positions of its window keys) of every row, by the rule."""
     first = start if mode == "mask" else max(start, floor)
     return [(i, list(range(max(floor, i - window + 1, 0), i + 1))) for i in range(first, end)]
 
 
 def check_tables(config: ModelConfig, keep: int, device: torch.device) -> list[Finding]:
-    """Level 1; needs no weights."""
+    """Run level 1; it needs no weights."""
     layout = KVLayout(config)
     window = config.sliding_window
     wrong: list[str] = []
@@ -143,7 +143,7 @@ def _table_problems(made: StepInputs, chunk: Chunk, floor: int, window: int, mod
 
 
 class _Runner:
-    """Runs chunks of one prompt on fresh memory."""
+    """Runs chunks of one prompt on a cache without stored state."""
 
     def __init__(self, network: Flash, max_tokens: int) -> None:
         self.network = network
@@ -155,7 +155,7 @@ class _Runner:
         return KVCache(self.layout, num_pages=2 * pages + 1, num_slots=4, device=self.network.device)
 
     def run(self, cache: KVCache, chunks: Iterator[Chunk] | Sequence[Chunk], mode: ReplayMode = "compact") -> Tensor:
-        """Log-probabilities of all rows that asked for logits."""
+        """Log-probabilities [num_logits, vocab_size] of all rows that need logits."""
         parts = []
         for chunk in chunks:
             made = StepInputs.build(
@@ -170,7 +170,7 @@ class _Runner:
 
 
 def check_modes(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
-    """Level 2."""
+    """Run level 2."""
     window = runner.network.config.sliding_window
     differing, cases = [], 0
     for length in edge_lengths(keep, window):
@@ -188,8 +188,11 @@ def check_modes(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tq
 # ---------------------------------------------------------------------------------------------------------------------- level 3
 
 
-def _behind_hit(runner: _Runner, prompt: npt.NDArray[np.int32], hit: int, floor: int, replay: int | None, rows: int) -> Tensor:
-    """The last ``rows`` log-probabilities behind a hit at ``hit``; ``replay`` tokens of replayed state, or the restored one."""
+def _after_hit(runner: _Runner, prompt: npt.NDArray[np.int32], hit: int, floor: int, replay: int | None, rows: int) -> Tensor:
+    """Log-probabilities of the last ``rows`` rows after a hit of ``hit`` tokens.
+
+    The state comes from ``replay`` replayed tokens; with None it is restored.
+    """
     cache, layout = runner.cache(), runner.layout
     half = layout.pages_for(runner.max_tokens)
     runner.run(cache, [dataclasses.replace(each, num_logits=0) for each in _chunks(prompt[:hit], [], 0, layout)])
@@ -214,7 +217,7 @@ def _behind_hit(runner: _Runner, prompt: npt.NDArray[np.int32], hit: int, floor:
 
 
 def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
-    """Level 3."""
+    """Run level 3."""
     config, page = runner.network.config, runner.layout.page_tokens
     window = config.sliding_window
     rows = 64
@@ -222,13 +225,13 @@ def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar:
     samples = [text[:length], text[len(text) - length :]]
     hit = (length - max(keep, runner.layout.ring_tokens)) // page * page
     exact_depth = config.exact_replay_tokens(is_decoder_bounded=False)
-    ways: list[tuple[str, int | None, int, bool]] = [  # name, replay, decoder floor, must be exact
+    kinds: list[tuple[str, int | None, int, bool]] = [  # name, replay, decoder floor, must be exact
         ("state hit", None, 0, True),
         (f"replay hit, {window} tokens", window, 0, False),
         (f"replay hit, {window} tokens, decoder keeps {keep}", window, length - keep, False),
     ]
     if exact_depth < hit:
-        ways.append((f"replay hit, {exact_depth} tokens (hit-invariant)", exact_depth, 0, True))
+        kinds.append((f"replay hit, {exact_depth} tokens (hit-invariant)", exact_depth, 0, True))
     references = []
     for prompt in samples:
         exact = [dataclasses.replace(each, decoder_floor=0) for each in _chunks(prompt, [], length - rows, runner.layout)]
@@ -241,10 +244,10 @@ def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar:
         cold.append(runner.run(runner.cache(), chunks))
         bar.update()
     findings.append(_compare(f"cold, decoder keeps {keep}", cold, references, must_be_equal=False))
-    for name, replay, floor, must_be_equal in ways:
+    for name, replay, floor, must_be_equal in kinds:
         got = []
         for prompt in samples:
-            got.append(_behind_hit(runner, prompt, hit, floor, replay, rows))
+            got.append(_after_hit(runner, prompt, hit, floor, replay, rows))
             bar.update()
         findings.append(_compare(name, got, references, must_be_equal=must_be_equal))
     return findings
@@ -287,7 +290,7 @@ def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_token
         max_tokens: length of the texts of level 3.
 
     Returns:
-        A table, and whether everything that must hold does.
+        A table, and whether all required properties hold.
     """
     loaded = load(EngineArgs(model=model, device=device, max_num_seqs=1, max_model_len=max_tokens + 1, chunked_prefill=True))
     network = loaded.core.executor.worker.model
@@ -296,6 +299,6 @@ def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_token
     runner = _Runner(network, max_tokens)
     findings = loaded.core.executor.call(lambda: _all_levels(runner, text, keep))
     loaded.core.close()
-    rows = [[each.level, each.check, each.cases, each.outcome, "FAIL" if each.is_failure else "ok"] for each in findings]
+    lines = [[each.level, each.check, each.cases, each.outcome, "FAIL" if each.is_failure else "ok"] for each in findings]
     is_ok = not any(each.is_failure for each in findings)
-    return tabulate(rows, headers=["level", "check", "cases", "outcome", ""]), is_ok
+    return tabulate(lines, headers=["level", "check", "cases", "outcome", ""]), is_ok

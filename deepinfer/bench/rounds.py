@@ -1,10 +1,10 @@
-"""What rounds of speculative decoding say: acceptance, calibration of the confidences, and what adaptive lengths would gain.
+"""Analyses rounds of speculative decoding: acceptance, calibration of the confidences, and the gain of adaptive lengths.
 
-Pure functions of recorded rounds.  A round verifies some drafts of one request; the leading ones that are accepted and one token
-more are emitted.  *Accepted length* counts that one token, *accepted drafts* does not.
+All functions are pure functions of recorded rounds.  A round verifies some drafts of one request.  It emits the accepted drafts
+and one more token.  *Accepted length* includes that token; *accepted drafts* does not.
 
-Calibration wants rounds that verified the whole block, at confidence temperatures of 1: in a shortened round nobody knows how far
-acceptance would have gone.
+Calibration needs rounds that verified the whole block, at confidence temperatures of 1, because a shortened round does not show
+whether the other drafts would be accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from deepinfer.step import StepPlan, StepResult
 NUM_BINS = 15
 TEMPERATURE_GRID = tuple(np.logspace(-1, 1, 41).tolist())
 BETA_CONCENTRATION = 8.0
-"""Assumed confidences of a position with acceptance a are Beta(8 a, 8 (1 − a)): mean a, standard deviation 0.13 at a = 0.8."""
+"""Assumed confidences of a position with acceptance a have the distribution Beta(8 a, 8 (1 − a)): mean a, standard deviation 0.13
+at a = 0.8."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -35,9 +36,9 @@ class StepRounds:
     """The rounds of one committed step.
 
     Attributes:
-        slots: [R] state slots; a slot must not change hands while rounds are recorded.
-        num_verified, num_accepted: [R] drafts.
-        confidences: [R, num_drafts] of the drafts that were verified; NaN for others.
+        slots: [num_rounds] state slots; a slot must keep its request while rounds are recorded.
+        num_verified, num_accepted: [num_rounds] drafts.
+        confidences: [num_rounds, num_drafts] of the verified drafts; NaN for other drafts.
     """
 
     slots: Ints
@@ -47,18 +48,20 @@ class StepRounds:
 
 
 def rounds_of_step(plan: StepPlan, result: StepResult, request_ids: Collection[str], num_drafts: int) -> StepRounds:
-    """The rounds of a step that count: those that could have verified drafts, of ``request_ids``, which got tokens from it.
+    """The rounds of ``request_ids`` in a step that were allowed to verify drafts.
 
-    A request that has ended may have a round more in flight; nobody is waiting for what it brings.
+    A request that has ended may have one more round in flight; that round does not count.
 
     Args:
-        num_drafts: of a block.
+        plan, result: the step.
+        request_ids: requests that got tokens from the step.
+        num_drafts: drafts of a block.
     """
     rounds = [each for each in plan.rounds if each.max_drafts and each.request_id in request_ids]
     sampled = [result.sampled[each.request_id] for each in rounds]
     confidences = np.full((len(rounds), num_drafts), np.nan)
-    for row, each in zip(confidences, sampled, strict=True):
-        row[: each.num_drafts] = each.confidences
+    for target, each in zip(confidences, sampled, strict=True):
+        target[: each.num_drafts] = each.confidences
     return StepRounds(
         slots=np.array([each.slot for each in rounds], np.int64),
         num_verified=np.array([each.num_drafts for each in sampled], np.int64),
@@ -73,8 +76,8 @@ class Rounds:
 
     Attributes:
         num_verified, num_accepted: [num_rounds].
-        confidences: [num_rounds, num_drafts], of the round's own drafts.
-        earlier: [num_rounds, num_drafts], of the drafts of the same request's round before; 1 for a first round.
+        confidences: [num_rounds, num_drafts], of the drafts of the round.
+        earlier: [num_rounds, num_drafts], of the drafts of the request's previous round; 1 for its first round.
     """
 
     num_verified: Ints
@@ -103,7 +106,7 @@ class Rounds:
 
 
 def collect(steps: Iterable[StepRounds], num_drafts: int) -> Rounds:
-    """The rounds of ``steps``, which are in the order in which they ran."""
+    """The rounds of ``steps``, which must be in the order in which they ran."""
     verified, accepted, confidences, earlier = [], [], [np.empty((0, num_drafts))], [np.empty((0, num_drafts))]
     latest: dict[int, Floats] = {}
     first = np.ones(num_drafts)
@@ -125,12 +128,12 @@ def collect(steps: Iterable[StepRounds], num_drafts: int) -> Rounds:
 
 
 def assumed_rounds(acceptance: Sequence[float], num_rounds: int, seed: int = 0) -> Rounds:
-    """Rounds that were not recorded but drawn, all independent and perfectly calibrated.
+    """Draw rounds at random instead of recording them; they are independent and perfectly calibrated.
 
     Args:
         acceptance: conditional acceptance of each position, in [0, 1].
-        num_rounds: how many.
-        seed: of the draws.
+        num_rounds: number of rounds to draw.
+        seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)
     mean = np.asarray(acceptance, np.float64)
@@ -155,7 +158,7 @@ def assumed_rounds(acceptance: Sequence[float], num_rounds: int, seed: int = 0) 
 
 
 def conditional_acceptance(rounds: Rounds) -> Floats:
-    """[num_drafts] share of accepted drafts k where those before were accepted and k was verified; NaN where none was."""
+    """[num_drafts]: for each k the share of accepted drafts among verified drafts k with all drafts before accepted; else NaN."""
     positions = np.arange(1, rounds.num_drafts + 1)
     verified, accepted = rounds.num_verified[:, None], rounds.num_accepted[:, None]
     tried = ((verified >= positions) & (accepted >= positions - 1)).sum(axis=0)
@@ -166,17 +169,17 @@ def conditional_acceptance(rounds: Rounds) -> Floats:
 
 
 def survival_by_position(rounds: Rounds) -> Floats:
-    """[num_drafts] probability that the first k drafts are all accepted, from conditional acceptance."""
+    """[num_drafts]: for each k the probability that the first k drafts are all accepted, from conditional acceptance."""
     return np.asarray(np.cumprod(conditional_acceptance(rounds)), np.float64)
 
 
 def accepted_length(rounds: Rounds) -> float:
-    """Mean tokens emitted a round, the correction or bonus token included; less 1 it is accepted drafts a round."""
+    """Mean number of emitted tokens of a round, including the correction or bonus token."""
     return 1 + float(rounds.num_accepted.mean())
 
 
 def verification_efficiency(rounds: Rounds) -> float:
-    """Tokens emitted per row verified, anchors included."""
+    """Emitted tokens divided by rows of rounds, including anchors."""
     return float((1 + rounds.num_accepted).sum() / (1 + rounds.num_verified).sum())
 
 
@@ -184,14 +187,15 @@ def verification_efficiency(rounds: Rounds) -> float:
 
 
 def reliability(predicted: Floats, happened: npt.NDArray[np.bool_]) -> tuple[Ints, Floats, Floats]:
-    """Predictions in bins of equal width against what happened.
+    """Compare predictions with outcomes in bins of equal width.
 
     Args:
         predicted: [n] in [0, 1].
         happened: [n].
 
     Returns:
-        count, mean prediction, mean outcome of each of :data:`NUM_BINS` bins, the first at 0; NaN means where a bin is empty.
+        count, mean prediction and mean outcome of each of :data:`NUM_BINS` bins, by ascending prediction; the means of an empty
+        bin are NaN.
     """
     bins = np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     count = np.bincount(bins, minlength=NUM_BINS)
@@ -201,23 +205,23 @@ def reliability(predicted: Floats, happened: npt.NDArray[np.bool_]) -> tuple[Int
 
 
 def calibration_error(predicted: Floats, happened: npt.NDArray[np.bool_]) -> float:
-    """Expected calibration error: mean distance of prediction and outcome over the bins, weighted by count; 0 for n = 0."""
+    """Expected calibration error: mean difference of prediction and outcome over the bins, weighted by count; 0 for n = 0."""
     count, mean_predicted, mean_happened = reliability(predicted, happened)
     return float(np.nansum(count * np.abs(mean_predicted - mean_happened)) / max(1, count.sum()))
 
 
 def brier_score(predicted: Floats, happened: npt.NDArray[np.bool_]) -> float:
-    """Mean squared distance of prediction and outcome."""
+    """Mean squared difference of prediction and outcome."""
     return float(np.mean((predicted - happened) ** 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How good the predictions "the first k drafts are all accepted" are.
+    """Quality of the predictions of "the first k drafts are all accepted".
 
     Attributes:
         position: k, from 1.
-        predicted, happened: means.
+        predicted, happened: mean prediction and mean outcome.
         error: expected calibration error.
         brier: Brier score.
     """
@@ -230,7 +234,7 @@ class Calibration:
 
 
 def calibrations(rounds: Rounds, temperatures: Sequence[float] | None = None) -> list[Calibration]:
-    """Calibration at each position, of full rounds, with confidences scaled by ``temperatures`` first."""
+    """Calibration of full rounds at each position; ``temperatures`` scale the confidences first."""
     confidences = rounds.confidences if temperatures is None else scale(rounds.confidences, temperatures)
     found = []
     for slot, predicted in enumerate(survivals(confidences).T):
@@ -248,11 +252,11 @@ def calibrations(rounds: Rounds, temperatures: Sequence[float] | None = None) ->
 
 
 def scale(confidences: Floats, temperatures: Sequence[float] | Floats) -> Floats:
-    """σ(logit(c) / T); 0 and 1 stay what they are.
+    """σ(logit(c) / T); 0 and 1 do not change.
 
     Args:
         confidences: [..., num_drafts] in [0, 1].
-        temperatures: [num_drafts], or whatever broadcasts against ``confidences``.
+        temperatures: [num_drafts], or a shape that broadcasts with ``confidences``.
     """
     with np.errstate(divide="ignore", over="ignore"):
         logits = np.log(confidences) - np.log1p(-confidences)
@@ -260,13 +264,13 @@ def scale(confidences: Floats, temperatures: Sequence[float] | Floats) -> Floats
 
 
 def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
-    """Temperatures that calibrate the survivals, one position after the other.
+    """Choose temperatures that calibrate the survivals, one position after the other.
 
-    For each position the value of :data:`TEMPERATURE_GRID` with the least calibration error of the survival up to it, those
-    before being settled; of equal ones the nearest to 1.
+    The temperatures of earlier positions are fixed first.  A position then gets the value of :data:`TEMPERATURE_GRID` with the
+    least calibration error of the survival up to it.  Of equal values it gets the nearest to 1.
 
     Args:
-        rounds: full ones, recorded at temperatures of 1.
+        rounds: full rounds, recorded at temperatures of 1.
 
     Source: DSpark paper, sequential temperature scaling.
     """
@@ -287,11 +291,11 @@ def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Estimated decoding with adaptive lengths against always verifying the whole block.
+    """Estimate of decoding with adaptive lengths, and with fixed lengths that always verify the whole block.
 
     Attributes:
         concurrency: requests of a step.
-        drafts: verified per request and step.
+        drafts: verified drafts per request and step, adaptive.
         accepted_length, fixed_accepted_length: tokens per request and step, adaptive and fixed.
         step_ms, fixed_step_ms: mean step time, adaptive and fixed.
     """
@@ -305,7 +309,7 @@ class Gain:
 
     @property
     def gain(self) -> float:
-        """Tokens a second more, as a share; below 0 it is a loss."""
+        """Relative increase of tokens per second by adaptive lengths; negative for a loss."""
         return self.accepted_length / self.step_ms / (self.fixed_accepted_length / self.fixed_step_ms) - 1
 
 
@@ -318,18 +322,19 @@ def estimate_gain(
     temperatures: Sequence[float] | None = None,
     seed: int = 0,
 ) -> Gain:
-    """Put steps together from recorded rounds, and count what each way would emit and cost.
+    """Simulate steps from recorded rounds, and count tokens and time with adaptive and with fixed lengths.
 
-    A step draws ``concurrency`` rounds.  As in the engine, the total comes from the rounds before them, the lengths from their
-    own confidences, and what is emitted from what was accepted: the shorter of that and the length, and one token.
+    A simulated step draws ``concurrency`` rounds.  As in the engine, the confidences of the previous rounds give the step's total
+    of drafts, and the confidences of the rounds give their lengths.  A round emits one token, plus its accepted drafts up to its
+    length.
 
     Args:
-        rounds: full ones.
+        rounds: full rounds.
         curve: step times.
         concurrency: requests of a step.
         num_steps: simulated steps.
-        temperatures: scale the confidences first; None leaves them.
-        seed: of the draws.
+        temperatures: scale the confidences first; None does not scale.
+        seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)
     own, earlier, width = rounds.confidences, rounds.earlier, rounds.num_drafts

@@ -1,7 +1,7 @@
-"""Scheduler benchmark: the time to plan and commit steps of many long requests, to look a long prompt up in the cache, and to
+"""Scheduler benchmark: the time to plan and commit steps of many long requests, to look up a long prompt in the cache, and to
 choose how many drafts a step verifies.
 
-Nothing runs on a device: results are made up, so what is timed is the bookkeeping of one core.
+No model runs: the results of steps are invented, so the benchmark measures only bookkeeping on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepinfer.step import Sampled, StepPlan, StepResult
 
 _EOS, _WORD = 1, 7
 _TARGET_US = 300
-"""What adaptive lengths may cost the host a step, at 256 requests."""
+"""Most host time that adaptive lengths may add to a step of 256 requests, in µs."""
 _HEADERS = ["work", "median µs", "min … max"]
 
 
@@ -33,31 +33,31 @@ def run_scheduler(*, num_requests: int = 256, num_context: int = 131072, num_pro
     """Measure and render a table.
 
     Args:
-        num_requests: decoding at once.
-        num_context: tokens that each of them has when measuring begins.
+        num_requests: requests that decode together.
+        num_context: tokens of each request when the measurement begins.
         num_prompt: tokens of the prompt that is looked up.
         num_steps: timed steps of each kind.
     """
-    rows = []
-    for is_async, num_drafts, ways in ((False, 0, (False,)), (True, 0, (False,)), (True, 5, (False, True))):
+    lines = []
+    for is_async, num_drafts, kinds in ((False, 0, (False,)), (True, 0, (False,)), (True, 5, (False, True))):
         decoding = [
             _decode(num_requests, num_context, num_steps, is_async=is_async, num_drafts=num_drafts, is_adaptive=is_adaptive)
-            for is_adaptive in ways
+            for is_adaptive in kinds
         ]
-        # In turn, so that both see the same moods of the machine.
+        # The kinds alternate, so that a slow phase of the machine affects both.
         steps = list(zip(*decoding, strict=True))
-        for is_adaptive, taken in zip(ways, zip(*steps, strict=True), strict=True):
+        for is_adaptive, taken in zip(kinds, zip(*steps, strict=True), strict=True):
             times, crossings = zip(*taken, strict=True)
             how = "one step ahead" if is_async else "step by step"
             drafts = f"{num_drafts} drafts, {'adaptive' if is_adaptive else 'all verified'}" if num_drafts else "no drafts"
             name = f"plan + commit, {num_requests} requests at {num_context}, {how}, {drafts}, {sum(crossings)} page ends"
-            rows.append(_line(name, times))
-        if len(ways) > 1:
+            lines.append(_line(name, times))
+        if len(kinds) > 1:
             more = [adaptive[0] - fixed[0] for fixed, adaptive in steps]
-            rows.append(_line(f"the same, adaptive less all verified, {num_requests} requests", more))
-    rows += _lookup_lines(num_prompt)
-    rows += _draft_lines(num_requests)
-    return tabulate(rows, headers=_HEADERS)
+            lines.append(_line(f"the same, adaptive minus all verified, {num_requests} requests", more))
+    lines += _lookup_lines(num_prompt)
+    lines += _draft_lines(num_requests)
+    return tabulate(lines, headers=_HEADERS)
 
 
 def _line(name: str, seconds: Sequence[float]) -> list[str]:
@@ -68,7 +68,7 @@ def _line(name: str, seconds: Sequence[float]) -> list[str]:
 def _decode(
     num_requests: int, num_context: int, num_steps: int, *, is_async: bool, num_drafts: int, is_adaptive: bool
 ) -> Iterator[tuple[float, int]]:
-    """Seconds of each steady step, and how many requests reached the end of a page in it."""
+    """Yield for each decode step its seconds and the number of requests that reached the end of a page."""
     layout = KVLayout(named_config("full"))
     num_tokens = num_context + (num_steps + 16) * (1 + num_drafts)
     kv = KVManager(
@@ -89,7 +89,7 @@ def _decode(
     scheduler = Scheduler(kv, limits, DraftBudget(kv.num_slots + 1, num_drafts, curve) if is_adaptive else None)
     rng = np.random.default_rng(0)
     names = {f"bench-{number}" for number in range(num_requests)}
-    for number in range(num_requests):  # prompts end at different places in a page, as they do in practice
+    for number in range(num_requests):  # prompts end at different offsets of a page, as real prompts do
         prompt = rng.integers(3, 250, num_context - int(rng.integers(layout.page_tokens))).tolist()
         params = SamplingParams(max_tokens=num_tokens, temperature=0, seq_seed=0)
         scheduler.add(Request(request_id=f"bench-{number}", prompt_token_ids=tuple(prompt), params=params))
@@ -119,21 +119,21 @@ def _decode(
 
 
 def _result(plan: StepPlan, num_drafts: int, rng: np.random.Generator) -> StepResult:
-    """Every round accepts half of its drafts."""
+    """An invented result: every round accepts half of its drafts."""
     names = [(chunk.request_id, 0) for chunk in plan.chunks if chunk.samples]
     names += [(each.request_id, each.max_drafts) for each in plan.rounds]
     count = 1 + num_drafts // 2
     return StepResult(
         sampled={
             name: Sampled(
-                token_ids=(_WORD,) * (count if most else 1),
+                token_ids=(_WORD,) * (count if max_drafts else 1),
                 logprobs=(-1.0,) * count,
                 top_token_ids=((),) * count,
                 top_logprobs=((),) * count,
-                num_drafts=most,
-                confidences=(0.5,) * most,
+                num_drafts=max_drafts,
+                confidences=(0.5,) * max_drafts,
             )
-            for name, most in names
+            for name, max_drafts in names
         },
         confidences=rng.random((len(names), num_drafts), dtype=np.float32),
         duration_ms=20.0,
@@ -166,10 +166,10 @@ def _lookup_lines(num_prompt: int) -> list[list[str]]:
 
 
 def _draft_lines(num_requests: int, num_drafts: int = 5) -> list[list[str]]:
-    """Choosing how many drafts to verify, on a curve of 200 sizes that makes it worthwhile to verify some of them."""
+    """Measure the choice of the number of drafts, on a curve of 200 sizes where it is best to verify only some drafts."""
     rng = np.random.default_rng(0)
-    most = num_requests * (1 + num_drafts)
-    sizes = sorted({1 + at * most // 200 for at in range(200)} | {most})
+    max_rows = num_requests * (1 + num_drafts)
+    sizes = sorted({1 + at * max_rows // 200 for at in range(200)} | {max_rows})
     curve = CostCurve(sizes, [10 + 0.02 * rows for rows in sizes])
     budget = DraftBudget(2 * num_requests, num_drafts, curve)
     slots = rng.permutation(2 * num_requests)[:num_requests]
@@ -178,9 +178,9 @@ def _draft_lines(num_requests: int, num_drafts: int = 5) -> list[list[str]]:
     budget.update(slots, confidences)
     what = f"{num_requests} requests of {num_drafts} drafts"
     parts = {
-        f"take in confidences, {what}": _times(lambda: budget.update(slots, confidences), 500),
-        f"choose a total, {what}": _times(lambda: budget.choose(slots, caps, is_ahead, 0, most), 500),
-        "take in the time of a step": _times(lambda: curve.refine(most // 2, 20.0), 500),
+        f"update confidences, {what}": _times(lambda: budget.update(slots, confidences), 500),
+        f"choose a total, {what}": _times(lambda: budget.choose(slots, caps, is_ahead, 0, max_rows), 500),
+        "refine the curve with the time of a step": _times(lambda: curve.refine(max_rows // 2, 20.0), 500),
     }
     together = sum(statistics.median(each) for each in parts.values()) * 1e6
     return [

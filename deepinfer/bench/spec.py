@@ -1,7 +1,7 @@
-"""Speculation benchmark: acceptance, calibration, step times, and what adaptive lengths would gain by load.
+"""Speculation benchmark: acceptance, calibration, step times, and the gain of adaptive lengths for each load.
 
-Rounds are recorded at full length on a running engine, or assumed; step times are always measured.  What is assumed says so in
-every output.
+Rounds are recorded at full length on a running engine, or assumed.  Step times are always measured.  Every output marks numbers
+from assumed rounds.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from deepinfer.request import Request, SamplingParams
 from deepinfer.scheduler.budget import CostCurve, survivals
 
 CONCURRENCIES = (16, 32, 48, 60, 72, 96)
-"""Loads of the published table."""
+"""Requests of a step in the published table."""
 _FIRST_TEXT_ID, _LAST_TEXT_ID = 3, 259
 _PROMPT_TOKENS = 64
 _NUM_ASSUMED = 4000
 _MIN_ROUNDS = 100
-"""With fewer full rounds a share of them is off by more than five points."""
+"""With fewer full rounds, a share of them has an error above five percentage points."""
 
 _MIN_DRAWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that was found.
+    """All results.
 
     Attributes:
         where: device and software.
-        source: where the rounds come from, in words.
-        is_assumed: whether they were drawn instead of recorded.
-        rounds: full ones.
-        num_recorded: rounds of any length.
+        source: description of the rounds' origin.
+        is_assumed: whether the rounds were drawn at random instead of recorded.
+        rounds: full rounds.
+        num_recorded: number of rounds of any length.
         acceptance, survival: [num_drafts].
-        calibration, calibration_fitted: by position, as recorded and at ``temperatures``.
-        temperatures: fitted.
+        calibration, calibration_fitted: by position, with recorded confidences and at ``temperatures``.
+        temperatures: fitted temperatures.
         curve: step times.
-        gains: by concurrency, confidences as recorded.
-        layout_ms: by concurrency, laying out the rounds of a step, which step times contain; empty if it was not measured.
+        gains: by concurrency, with recorded confidences.
+        layout_ms: by concurrency, the part of the step time that lays out rounds; empty if it was not measured.
     """
 
     where: str
@@ -92,7 +92,7 @@ class Report:
 
 
 def record_rounds(core: EngineCore, requests: Sequence[Request], num_drafts: int) -> Rounds:
-    """Run ``requests``, all at once so that no slot changes hands, and keep their rounds."""
+    """Run ``requests`` and return their rounds; all are added at the start, so that every slot keeps its request."""
     for each in requests:
         core.add(each)
     steps = []
@@ -121,7 +121,7 @@ def _requests(count: int, num_tokens: int, vocab_size: int, temperature: float, 
 
 
 def _layout_ms(device: torch.device, num_requests: int, num_drafts: int, repeats: int = 20) -> float:
-    """Time of spreading a total over the requests and laying out their rows, the wait for them included."""
+    """Time to distribute a total over the requests and to lay out their rows, including the wait for the device."""
     confidences = torch.rand(num_requests, num_drafts, device=device)
     caps = torch.full((num_requests,), num_drafts, device=device)
     starts, token_ids = torch.zeros_like(caps), caps.new_zeros(num_requests, num_drafts + 1)
@@ -134,11 +134,11 @@ def _layout_ms(device: torch.device, num_requests: int, num_drafts: int, repeats
 
 
 def _full(rounds: Rounds) -> Rounds:
-    """The rounds that count; raises :class:`RequestError` if they are too few."""
+    """The full rounds; raises :class:`RequestError` if they are too few."""
     full = rounds.full()
     if len(full) < _MIN_ROUNDS:
         raise RequestError(
-            f"{len(full)} rounds of full length say too little, {_MIN_ROUNDS} are the least; give more requests or tokens"
+            f"{len(full)} rounds of full length are too few, at least {_MIN_ROUNDS} are needed; give more requests or tokens"
         )
     return full
 
@@ -154,15 +154,15 @@ def analyse(
     layout_ms: Sequence[float] = (),
     seed: int = 0,
 ) -> Report:
-    """Work everything out.
+    """Compute the report.
 
     Args:
-        rounds: of any length; only full ones count.
+        rounds: rounds of any length; only full rounds are used.
         curve: step times.
         concurrencies: loads to estimate the gain for.
         where, source, is_assumed: as in :class:`Report`.
         layout_ms: as in :class:`Report`.
-        seed: of the estimate's draws.
+        seed: seed of the estimate's draws.
 
     Raises:
         RequestError: there are too few full rounds.
@@ -187,7 +187,7 @@ def analyse(
 
 
 def render(report: Report) -> str:
-    """The report as tables; each that rests on assumed rounds says so."""
+    """The report as tables; each table from assumed rounds is marked."""
     label = " (ASSUMED)" if report.is_assumed else ""
     full = report.rounds
     length = accepted_length(full)
@@ -209,7 +209,7 @@ def render(report: Report) -> str:
     ]
     times = [[int(rows), f"{ms:.2f}"] for rows, ms in zip(report.curve.sizes, report.curve.ms, strict=True)]
     layout = [
-        f"of which laying out the rounds of {each.concurrency} requests: {ms:.3f} ms"
+        f"part of the step time that lays out the rounds of {each.concurrency} requests: {ms:.3f} ms"
         for each, ms in zip(report.gains, report.layout_ms, strict=False)
     ]
     gains = [
@@ -245,7 +245,7 @@ def render(report: Report) -> str:
             tabulate(times, headers=["rows", "ms, median"], disable_numparse=True),
             *layout,
             "",
-            f"Estimated gain of adaptive lengths over {full.num_drafts} drafts always{label}",
+            f"Estimated gain of adaptive lengths over always {full.num_drafts} drafts{label}",
             tabulate(
                 gains,
                 headers=["requests", "drafts a request", "accepted length", "step ms, fixed", "adaptive", "gain"],
@@ -290,16 +290,16 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def require_plotting(path: Path) -> None:
-    """Raises :class:`ConfigError` where matplotlib is missing or has no format for ``path``; before anything is measured."""
+    """Raise :class:`ConfigError` if matplotlib is missing or has no format for ``path``; call this before the measurement."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed; pip install 'deepinfer[plot]', or leave it out"
+            "--plot needs matplotlib, which is not installed; pip install 'deepinfer[plot]', or leave --plot out"
         ) from error
     known = sorted(FigureCanvasBase.filetypes)
     if _format(path) not in known:
-        raise ConfigError(f"--plot {path} ends in no format of pictures; use one of {', '.join(known)}")
+        raise ConfigError(f"--plot {path} has no suffix of a known format; use one of {', '.join(known)}")
 
 
 def _format(path: Path) -> str:
@@ -307,7 +307,7 @@ def _format(path: Path) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw acceptance, reliability, step times and gain into a file; its suffix chooses the format."""
+    """Draw acceptance, reliability, step times and gain into a file; the suffix of ``path`` chooses the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
@@ -358,21 +358,21 @@ def run_spec(
     context: int = 512,
     repeats: int = 5,
 ) -> Report:
-    """Record or assume rounds, measure step times, and work everything out.
+    """Record or assume rounds, measure step times, and compute the report.
 
     Args:
         model, device, draft_sampling: as in :class:`EngineArgs`.
-        num_requests: requests that are recorded, all at once.
-        num_tokens: that each of them generates.
+        num_requests: requests to record; all run together.
+        num_tokens: tokens that each request generates.
         concurrencies: loads to estimate the gain for.
-        temperature: of recorded requests.
-        seed: of prompts, sampling and estimates.
-        acceptance: conditional acceptance by position of assumed rounds; None records.
-        context: tokens of each request in timed steps.
+        temperature: sampling temperature of recorded requests.
+        seed: seed of prompts, sampling and estimates.
+        acceptance: conditional acceptance of each position of assumed rounds; None records rounds.
+        context: context tokens of each request in timed steps.
         repeats: timed steps of each size.
 
     Raises:
-        RequestError: numbers do not fit together.
+        RequestError: ``acceptance`` is not usable, or there are too few full rounds.
     """
     config = load_config(model_directory(model))
     if acceptance is not None:
@@ -397,7 +397,7 @@ def run_spec(
         if acceptance is None:
             requests = _requests(num_requests, num_tokens, config.vocab_size, temperature, seed)
             rounds = record_rounds(core, requests, num_drafts)
-            _full(rounds)  # before minutes are spent on step times
+            _full(rounds)  # checked now, because step times take minutes
             source = f"{num_requests} requests of {num_tokens} tokens at temperature {temperature:g}, drafts {draft_sampling}"
         else:
             rounds = assumed_rounds(acceptance, _NUM_ASSUMED, seed)
@@ -425,5 +425,5 @@ def run_spec(
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Write :func:`as_json`."""
+    """Write :func:`as_json` into a file."""
     OutputFile(path).replace((json.dumps(as_json(report), indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,7 +1,8 @@
-"""Step benchmark: prefill of one prompt, decode of one and of many requests, and where the time goes.
+"""Step benchmark: prefill of one prompt, decode of one request and of many requests, and the time by op family.
 
-The floor of a step is the larger of (weight bytes it must read / memory bandwidth) and (multiply-adds in its matrix products /
-matrix rate), both ceilings measured in the same run on the same device with plain library calls.
+The floor of a step is a lower bound of its time.  It is the larger of (weight bytes that the step must read / memory bandwidth)
+and (operations in its matrix products / matrix rate).  Bandwidth and rate are measured in the same run on the same device with
+plain library calls.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, StepPlan
 
 _PAGE_SLACK = 64
-"""Tokens of room behind the prompt of a measured request."""
+"""Tokens after the prompt that a measured request has room for."""
 _MANY = 16
 """Requests that decode together."""
 _BUSY_REPEATS = 3
-"""Most timed steps of a scenario beside busy loops, where they take long."""
+"""Most timed steps of a scenario while busy loops run, because these steps take long."""
 _SETTLE_S = 0.5
-"""Time that busy loops have for spreading over the cores."""
+"""Time until the system has distributed the busy loops over the cores."""
 _BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 """A program that computes until its parent ends."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FamilyClock:
-    """Exclusive time per op family; operators that call operators are charged for their own part only."""
+    """Exclusive time of each op family: the time of an operator does not include the operators that it calls."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _inner: list[float] = field(default_factory=list)
 
     def wrap(self, family: str, body: Callable[..., Any], synchronize: Callable[[], None]) -> Callable[..., Any]:
-        """``body``, timed."""
+        """``body`` with a timer."""
 
         @functools.wraps(body)
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -71,14 +72,14 @@ class FamilyClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One scenario.
+    """Results of one scenario.
 
     Attributes:
-        name: what ran.
-        tokens: tokens a step computes.
-        step_seconds: of every repetition.
+        name: name of the scenario.
+        tokens: tokens of a step.
+        step_seconds: time of every timed step.
         floor_seconds: see the module's docstring.
-        families: op family -> seconds of one step, measured apart with timers in place; "other" is what lies between operators.
+        families: op family -> seconds of one step, from a separate step with timers; "other" is the time outside operators.
     """
 
     name: str
@@ -93,8 +94,8 @@ class Ceilings:
     """Rates of this device in this run.
 
     Attributes:
-        bytes_per_second: reading a weight-sized tensor.
-        flop_per_second: a large product in the dtype that weights are kept in; a multiply-add counts 2.
+        bytes_per_second: rate of reading a large tensor.
+        flop_per_second: rate of a large matrix product in the dtype of the weights; a multiply-add counts as 2.
     """
 
     bytes_per_second: float
@@ -117,7 +118,7 @@ def _best(run: Callable[[], object], synchronize: Callable[[], None], repeats: i
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Memory and matrix rates, by a sum over 256 MiB and a 2048-cubed product."""
+    """Measure the memory rate with a sum over 256 MiB, and the matrix rate with a product of 2048 x 2048 matrices."""
     synchronize = _synchronizer(device)
     big = torch.ones(64 << 20, dtype=torch.float32, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -127,7 +128,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _linear_weights(config: ModelConfig) -> tuple[int, int, int]:
-    """Weights in matrix products: of all layers but routed experts and head, of one routed expert, of the head."""
+    """Numbers of weights in matrix products: all layers without routed experts and head, one routed expert, the head."""
     d, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
     expert = 3 * d * config.moe_intermediate_size
     attention = d * (config.q_lora_rank + width) + config.q_lora_rank * heads * width
@@ -152,7 +153,7 @@ def _floor(config: ModelConfig, tokens: int, num_logits: int, element_bytes: int
 
 
 class _Requests:
-    """Plans for ``count`` requests that stand at the same length, on pages of their own."""
+    """Plans for ``count`` requests of the same length, each with its own pages."""
 
     def __init__(self, worker: Worker, count: int, prompt_tokens: int, seed: int) -> None:
         self.worker = worker
@@ -185,7 +186,7 @@ class _Requests:
 
 
 def _plans(worker: Worker, count: int, context: int, tokens: int, repeats: int) -> Iterator[StepPlan]:
-    """Plans to time: prefill of ``tokens`` from nothing, or ``tokens`` more behind a context that is computed first."""
+    """Plans to time: prefill of ``tokens`` without context, or ``tokens`` after a context that is computed first."""
     if context == 0:
         for repeat in range(repeats):
             requests = _Requests(worker, count, tokens, repeat)
@@ -222,8 +223,8 @@ def run_steps(
         device: as in :class:`EngineArgs`.
         prompt_tokens: length of the prefill, and of the context of the decode of one request.
         repeats: timed steps of each scenario.
-        num_drafts: drafts of a round; 0 measures the network alone, as the floors and the shares mean it.
-        num_busy: processes that compute beside the engine in a second measurement; 0 leaves it out.
+        num_drafts: drafts of a round; 0 measures the network alone, which the floors and the shares describe.
+        num_busy: other processes that compute during a second measurement; 0 leaves it out.
     """
     args = EngineArgs(
         model=model,
@@ -244,13 +245,13 @@ def run_steps(
     if num_drafts:
         table += "\n\n" + core.executor.call(lambda: _measure_rounds(core.executor.worker, prompt_tokens, repeats, num_drafts))
     else:
-        table += "\n\nno drafts: what is measured is the network; --num-drafts adds rounds of speculation"
+        table += "\n\nno drafts, to measure the network alone; --num-drafts adds rounds of speculation"
     core.close()
     return table
 
 
 def _scenarios(prompt_tokens: int) -> list[tuple[str, int, int, int]]:
-    """(name, requests, context, tokens of a step) of each."""
+    """(name, requests, context, tokens of each request in a step) of each scenario."""
     many_context = prompt_tokens // 4
     return [
         (f"prefill, 1 prompt of {prompt_tokens}", 1, 0, prompt_tokens),
@@ -276,7 +277,7 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
                 start = time.perf_counter()
                 worker.launch(plan).result()
                 synchronize()
-                if number:  # the first warms up
+                if number:  # the first step warms up
                     seconds.append(time.perf_counter() - start)
                 bar.update()
             bind("timed")
@@ -301,9 +302,9 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
 
 
 def _measure_busy(worker: Worker, alone: list[Measurement], prompt_tokens: int, repeats: int, num_busy: int) -> str:
-    """Steps beside busy loops, with as many threads as the engine chooses and with one, in turn; ``alone`` are those without."""
+    """Measure steps while busy loops run, in turn with the threads of the engine and with one; ``alone`` is without loops."""
     synchronize, chosen = _synchronizer(worker.model.device), worker.team
-    scenarios, rows = _scenarios(prompt_tokens), []
+    scenarios, lines = _scenarios(prompt_tokens), []
     num_steps = len(scenarios) * 2 * (repeats + 1)
     with _busy_loops(num_busy), progress_bar(num_steps, unit="step", desc="measuring, cores busy") as bar:
         for (name, count, context, tokens), quiet in zip(scenarios, alone, strict=True):
@@ -313,34 +314,34 @@ def _measure_busy(worker: Worker, alone: list[Measurement], prompt_tokens: int, 
                 start = time.perf_counter()
                 worker.launch(plan).result()
                 synchronize()
-                if number >= 2:  # the first of either warms up
+                if number >= 2:  # the first step of each kind warms up
                     seconds[worker.team].append(time.perf_counter() - start)
                 bar.update()
             ours, single = (statistics.median(each) for each in seconds.values())
             rates = [count * tokens / each for each in (statistics.median(quiet.step_seconds), ours, single)]
             low, high = min(seconds[chosen]), max(seconds[chosen])
             spread = f"{low * 1e3:.0f} … {high * 1e3:.0f}"
-            rows.append([name, *(f"{rate:,.1f}" for rate in rates), f"{single / ours:.2f}", spread])
+            lines.append([name, *(f"{rate:,.1f}" for rate in rates), f"{single / ours:.2f}", spread])
     worker.team = chosen
     headers = ["tokens/s", "alone", "cores busy", "cores busy, one thread", "of one thread's rate", "step ms, cores busy"]
-    return f"With {num_busy} busy loops beside it:\n\n{tabulate(rows, headers=headers)}"
+    return f"While {num_busy} busy loops run:\n\n{tabulate(lines, headers=headers)}"
 
 
 def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int) -> str:
-    """Steps of full rounds, and what of them is drafting: the difference of equal steps with drafts and without."""
-    rows_per_request, rows = 1 + num_drafts, []
+    """Measure steps of full rounds and their time of drafting, which is the difference of equal steps with and without drafts."""
+    rows_per_request, lines = 1 + num_drafts, []
     clock = StepClock(worker, num_drafts=num_drafts, max_rows=_MANY * rows_per_request, context=context)
     with progress_bar(2 * (repeats + 1), unit="step", desc="measuring rounds") as bar:
         for count in (1, _MANY):
             whole, drafting = [], []
             for number in range(repeats + 1):
                 measured = clock.measure_ms(count * rows_per_request), clock.measure_draft_ms(count)
-                if number:  # the first warms up
+                if number:  # the first step warms up
                     whole.append(measured[0])
                     drafting.append(measured[1])
                 bar.update()
             median, draft = statistics.median(whole), statistics.median(drafting)
-            rows.append(
+            lines.append(
                 [
                     f"rounds of {num_drafts} drafts, {count} requests at {context}",
                     f"{median:.1f}",
@@ -350,18 +351,18 @@ def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int)
                 ]
             )
     clock.close()
-    title = f"With {num_drafts} drafts: every step above drafts, too, behind each request that samples."
+    title = f"With {num_drafts} drafts: every step above also makes drafts for each request that samples."
     headers = ["scenario", "step ms, median", "min … max", "drafting ms", "share of drafting"]
-    return f"{title}\n\n{tabulate(rows, headers=headers)}"
+    return f"{title}\n\n{tabulate(lines, headers=headers)}"
 
 
 def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device) -> str:
     names = sorted({family for each in results for family in each.families} - {"other"})
-    rows = []
+    lines = []
     for each in results:
         median = statistics.median(each.step_seconds)
         low, high = min(each.step_seconds), max(each.step_seconds)
-        rows.append(
+        lines.append(
             [
                 each.name,
                 f"{each.tokens / median:,.0f}",
@@ -381,7 +382,7 @@ def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device
             f"{what}; torch {torch.__version__}; reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
             f"{arithmetic.gemm_dtype(device)} products {ceilings.flop_per_second / 1e9:,.0f} GFLOP/s",
             "",
-            tabulate(rows, headers=["scenario", "tokens/s", "step ms, median", "min … max", "floor ms", "share of floor"]),
+            tabulate(lines, headers=["scenario", "tokens/s", "step ms, median", "min … max", "floor ms", "share of floor"]),
             "",
             tabulate(shares, headers=["time by op family", *names, "other"]),
         ]

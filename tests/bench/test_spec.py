@@ -67,7 +67,7 @@ def test_shortened_rounds_do_not_count():
     half[::2] = 1
     report = report_of(dataclasses.replace(rounds, num_verified=half), is_assumed=False)
     assert (report.num_recorded, len(report.rounds)) == (400, 200)
-    with pytest.raises(RequestError, match="0 rounds of full length say too little"):
+    with pytest.raises(RequestError, match="0 rounds of full length are too few"):
         report_of(dataclasses.replace(rounds, num_verified=half * 0), is_assumed=False)
 
 
