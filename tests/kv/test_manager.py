@@ -1,4 +1,4 @@
-"""What is handed out is right and is there, whatever requests do; and the cheapest hit is taken."""
+"""Memory is right for every random history, and the cheapest hit is taken."""
 
 import random
 import time
@@ -42,12 +42,12 @@ class Sim:
     """A request as a scheduler and a device see it.
 
     Attributes:
-        contents: for each position the number of what ends there.
-        copies: position and slot of each state that was copied and not reported, oldest first.
-        saving_to: slot for a state that may be copied, and is not yet.
-        forks: requests whose state is to be copied from this one.
-        page_copies: to be done before the first step.
-        is_restored: whether the copies that it starts from are done.
+        contents: content number of each position.
+        copies: position and slot of each copied state that is not reported, oldest first.
+        saving_to: slot for a state that may be copied later.
+        forks: requests whose state will be copied from this one.
+        page_copies: copies to make before the first step.
+        is_restored: whether the copies that it starts from are made.
     """
 
     salt: bytes
@@ -66,10 +66,10 @@ class Sim:
 
 
 class History:
-    """Drives a manager by random operations, beside a device whose pages and slots remember what was written to them last.
+    """Runs random operations on a manager and on a device whose pages and slots remember what was written to them last.
 
-    A *content* is a number for all that a position's memory depends on: tenant, tokens and pictures up to it.  A state is the
-    content before it and where the decoder half began.
+    A *content* is a number for everything that a position's memory depends on: tenant, tokens and pictures up to the position.  A
+    state is the content before it and the position where the decoder half began.
     """
 
     def __init__(self, rng, *, page_tokens=4, keep=None, **settings):
@@ -119,7 +119,7 @@ class History:
         return new
 
     def sequence(self):
-        """Another turn of an earlier request, the same again, its beginning, or something new."""
+        """Another turn of an earlier request, the same request, its beginning, or a new prompt."""
         rng = self.rng
         if self.past and rng.random() < 0.75:
             before = rng.choice(self.past)
@@ -186,7 +186,7 @@ class History:
         return True
 
     def restore(self, sim):
-        """Do the copies that a request starts from, then report them."""
+        """Make the copies that a request starts from, then report them."""
         source = sim.holding.restore_from
         if source is not None:
             assert self.is_state(self.in_slot[source], sim, sim.num_computed), "the source of a state was overwritten"
@@ -272,7 +272,7 @@ class History:
         return slot
 
     def reserve(self, sim):
-        """Ask for a slot before it is known whether anything will be copied to it."""
+        """Ask for a slot before it is known whether a copy will be made."""
         if sim.saving_to is None:
             sim.saving_to = self.save_slot(sim, "progress")
         return sim.saving_to is not None
@@ -480,9 +480,9 @@ def test_a_replay_of_the_whole_hit_is_useless(num_pages, kind, weight):
         (1.0, 28, ("replay", 32)),  # 4 + 4 against 8: equal, the longer hit
         (1.5, 28, ("state", 28)),  # 4 + 6 against 8
         (0.5, 28, ("replay", 32)),  # 4 + 2 against 8
-        (0.0, 32, ("state", 32)),  # equal in all: no replay
+        (0.0, 32, ("state", 32)),  # equal cost: no replay
         (9.0, None, ("none", 0)),  # 4 + 36 against 36
-        (8.0, None, ("none", 0)),  # 4 + 32 against 36: equal, nothing gained
+        (8.0, None, ("none", 0)),  # 4 + 32 against 36: equal, no gain
         (7.9, None, ("replay", 32)),
     ],
 )
@@ -765,7 +765,7 @@ def test_a_state_that_is_there_is_not_saved_again():
 
 
 def test_a_resend_state_of_a_session_pushes_no_other_session_out():
-    """Three slots beside the running one are as many as two sessions need for states that they continue from."""
+    """Two sessions need three slots beside the running one for the states that they continue from."""
     manager = manager_of(num_slots=5, num_pages=80)
     texts = {name: list(range(start, start + 20)) for name, start in (("a", 0), ("b", 1000))}
     for turn in range(6):

@@ -1,4 +1,4 @@
-"""Numbers of pages and slots are free, kept or held, whatever is taken and given back."""
+"""Pages and slots are free, kept or held after any history."""
 
 from collections import Counter
 

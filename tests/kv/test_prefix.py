@@ -1,4 +1,4 @@
-"""Keys stand for everything that a page's content depends on; the index finds one page for a key and tells what changed."""
+"""Keys cover everything that a page's content depends on; the index finds one page for a key and reports changes."""
 
 import hashlib
 import random
@@ -79,11 +79,11 @@ def test_tenants_have_no_key_in_common(salts):
 
 
 ATOMS = (b"", b"a", b"\0", bytes(4), struct.pack("<i", 7), struct.pack("<ii", 1, 1), b"a" * 16)
-"""Bytes that read as salt, as token ids or as the fields before a picture, wherever one of these ends and the next begins."""
+"""Bytes that can be read as a salt, as token ids, or as the fields before a picture."""
 
 
 def crafted(rng, chains):
-    """A salt of a few atoms, or one that imitates what another chain hashes: a root or a key, and what comes after it."""
+    """A salt of a few atoms, or a salt that imitates bytes that another chain hashes."""
     parts = rng.choices(ATOMS, k=rng.randrange(3))
     if chains and rng.random() < 0.5:
         chain = rng.choice(chains)
@@ -103,12 +103,12 @@ def in_pieces(rng, tokens, images, page_tokens, salt):
 @settings(max_examples=60)
 @given(st.integers(0, 2**32).map(random.Random))
 def test_keys_are_equal_exactly_if_everything_before_them_is(rng):
-    """Histories of sequences that differ in salt, tokens, pictures and page size: no part can be taken for another one."""
+    """Histories of sequences that differ in salt, tokens, pictures and page size: no part is mistaken for another part."""
     chains, said, roots = [], {}, set()
     for _ in range(12):
         page_tokens, salt = rng.choice([1, 2, 4]), crafted(rng, chains)
         tokens = rng.choices((0, 1, 7), k=rng.randrange(3 * page_tokens + 1))
-        if rng.random() < 0.5:  # the tokens of what an unframed hash would take the salt for
+        if rng.random() < 0.5:  # the tokens for which an unframed hash would take the salt
             tail = salt[len(salt) % 4 :]
             tokens = np.frombuffer(tail, "<i4").clip(0).tolist() + tokens
         images = {at: rng.choice(ATOMS) for at in range(len(tokens)) if rng.random() < 0.25}
@@ -126,7 +126,7 @@ def test_keys_are_equal_exactly_if_everything_before_them_is(rng):
 
 @pytest.mark.parametrize("depth", range(3))
 def test_a_salt_that_imitates_a_key_reaches_no_page(depth):
-    """Without domains the root of a crafted salt is another tenant's page, and all pages after it are shared."""
+    """Without hash domains, the root of a crafted salt would be another tenant's page, and all later pages would be shared."""
     theirs = chain_of(range(16), salt=b"")
     before = [theirs._root, *theirs.keys][depth]
     page = struct.pack("<4i", *range(4 * depth, 4 * depth + 4))
@@ -241,7 +241,7 @@ def test_a_twin_that_is_left_is_forgotten():
     index.check(kept=[1], num_references=references())
 
 
-def test_a_held_page_displaces_an_equal_one_that_nobody_holds():
+def test_a_held_page_displaces_an_equal_one_without_references():
     index = index_of(1, 2)
     assert index.retire(2)
     assert index.publish([5, 6], KEYS[:2], None, references(1, 5, 6)) == [2]

@@ -1,8 +1,8 @@
-"""A worker without a model: it keeps what a device would keep, but of every token only a fingerprint of the prefix up to it.
+"""A worker without a model: instead of keys it keeps a fingerprint of the prefix for every token.
 
-A chunk or round is refused if anything that it would read was not written for exactly this prefix, or if it would write what
-others share.  The next token is a function of the prefix, so whatever the schedule, a request's tokens are the same.  How many
-drafts of a round are accepted is random, unless a test says it; the rejected ones leave rubbish behind.
+It fails if a chunk or a round would read memory that was not written for exactly this prefix, or write memory that others share.
+The next token is a function of the prefix, so a request's tokens do not depend on the schedule.  The number of accepted drafts is
+random unless a test sets it.  Rejected drafts leave wrong fingerprints.
 """
 
 import random
@@ -13,7 +13,7 @@ import numpy as np
 from deepinfer.step import Sampled, StepResult
 
 WORD_IDS = 40
-"""Sampled ids are below it, the end token among them."""
+"""Sampled ids, the end token included, are smaller."""
 
 
 def mix(value, other):
@@ -25,7 +25,7 @@ def mix(value, other):
 
 
 class Sequence:
-    """What is true of a request: its tokens, which are decided by its prompt, and a fingerprint of each prefix."""
+    """The true tokens of a request, which its prompt decides, and a fingerprint of each prefix."""
 
     def __init__(self, request, num_tokens_max):
         self.request = request
@@ -45,7 +45,7 @@ class Sequence:
         self.length += 1
 
     def output(self, eos_token_id):
-        """Tokens that the request generates."""
+        """Output tokens of the request."""
         generated = self.ids[len(self.request.prompt_token_ids) :].tolist()
         if eos_token_id in generated and not self.request.params.ignore_eos:
             generated = generated[: generated.index(eos_token_id) + 1]
@@ -67,7 +67,7 @@ class MemoryWorker:
         self.ring_floors = np.zeros((num_slots, ring), dtype=np.int64)  # decoder floor that a row was computed with
         self.lookback_positions = np.full((num_slots, layout.lookback_ring), -1, dtype=np.int64)
         self.lookback_ids = np.zeros((num_slots, layout.lookback_ring), dtype=np.int32)
-        self.anchors = np.full(num_slots, -1, dtype=np.int64)  # position of the token that a slot's request got last
+        self.anchors = np.full(num_slots, -1, dtype=np.int64)  # position of the last token of a slot's request
         self.owners = [None] * num_slots
         self.sequences = {}
         self.num_rows = 0
@@ -119,7 +119,7 @@ class MemoryWorker:
         return StepResult(sampled=sampled, prompt_logprobs=targets, confidences=confidences, duration_ms=1.0)
 
     def _rounds(self, plan):
-        """Where the rounds stand, how many drafts each verifies, and how many it accepts."""
+        """Position, verified drafts and accepted drafts of each round."""
         spans = []
         left = plan.num_drafts
         assert left <= sum(each.max_drafts for each in plan.rounds)
@@ -197,7 +197,7 @@ class MemoryWorker:
         self.num_rows += span.end - span.start
         at = np.arange(span.start, span.end)
         ids, prints = sequence.ids[at].copy(), sequence.prints[at].copy()
-        if span.num_accepted is not None:  # drafts that are rejected stand for another text
+        if span.num_accepted is not None:  # rejected drafts belong to another text
             ids[1 + span.num_accepted :] = self.rng.randrange(1 << 20)
             prints[1 + span.num_accepted :] = self.rng.getrandbits(60)
         kept = slice(max(0, len(at) - self.layout.ring_tokens), None)
@@ -226,7 +226,7 @@ class MemoryWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Rows of a chunk, or of a round once it is known where it stands."""
+    """Rows of a chunk, or of a round whose position is known."""
 
     request_id: str
     slot: int

@@ -12,7 +12,7 @@ def test_benchmark_reports_every_kind_of_work():
         "hit of 768 tokens, keys known",
         "keys included",
         "choose a total",
-        "the same, adaptive less all verified, 3 requests",
+        "the same, adaptive minus all verified, 3 requests",
         "choose, update and refine together",
     ):
         assert work in table

@@ -36,7 +36,7 @@ def batches(draw, max_requests=4, max_width=3):
 
 
 def rates(conf, caps, curve, max_rows, other_rows, other_tokens):
-    """Θ of every K that is allowed, from every way to spread K drafts over the requests."""
+    """Θ of every allowed K, from all ways to spread K drafts over the requests."""
     num, width = conf.shape
     caps = [min(max(int(cap), 0), width) for cap in caps]
     best = {0: 0.0}  # drafts -> most expected tokens beyond the anchors'
@@ -75,7 +75,7 @@ def test_the_total_is_the_best_of_all(batch, curve, max_rows, other_rows, other_
 
 
 def test_a_bucket_that_pays_is_found_behind_one_that_does_not():
-    # From 4 to 5 rows the time doubles, which four more drafts in the same bucket make up for; the first alone does not.
+    # From 4 to 5 rows the time doubles.  Four more drafts in the same bucket pay for that; the first draft alone does not.
     curve = CostCurve([4, 12, 16], [1.0, 2.0, 9.0])
     conf = np.full((4, 3), 0.8)
     one = rates(conf, [3] * 4, curve, WIDE, 0, 0)
@@ -95,7 +95,7 @@ def test_other_rows_cost_and_other_tokens_count():
     caps = np.ones(4, np.int64)
     assert choose_total(survivals(conf), caps, curve, max_rows=WIDE) == 4
     assert choose_total(survivals(conf), caps, curve, max_rows=WIDE, num_other_rows=2) == 2
-    # A prompt's rows have reached the next size anyway, so drafts are free again.
+    # The prompt's rows reach the next size without drafts, so drafts are free again.
     assert choose_total(survivals(conf), caps, curve, max_rows=WIDE, num_other_rows=6, num_other_tokens=1) == 4
 
 
@@ -148,7 +148,7 @@ def test_the_device_spreads_exactly_what_was_chosen(batch, curve):
     assert lens.sum() == total
     assert (lens >= 0).all()
     assert (lens <= np.clip(caps, 0, conf.shape[1])).all()
-    # The prefixes it took are worth what the host counted on, up to the device's rounding of products.
+    # The prefixes that the device took are worth what the host computed, up to rounding of products.
     survival = survivals(conf)
     taken = sum(survival[request, :length].sum() for request, length in enumerate(lens))
     offered = np.sort(survival[np.arange(conf.shape[1]) < caps[:, None]])[::-1]
@@ -180,7 +180,7 @@ def test_the_latest_committed_round_counts_while_the_next_is_in_flight():
 
 
 def test_a_round_has_no_say_in_how_much_of_itself_is_verified():
-    # Whatever the confidences of the drafts to be verified are, the round before them decides.
+    # The round before decides, whatever the confidences of the drafts to be verified are.
     for latest in (SURE, HOPELESS, [0.5, 0.5], [float("nan")] * 2):
         assert chosen(budget_of(SURE, latest), is_ahead=False) == 2
         assert chosen(budget_of(HOPELESS, latest), is_ahead=False) == 0
@@ -192,7 +192,7 @@ def test_each_request_counts_with_its_own_generation():
     slots = np.array([1, 6])
     budget.update(slots, np.array([SURE, SURE]))
     budget.update(slots[:1], np.array([HOPELESS]))
-    # Slot 1 drafted once more than slot 6, and sat the last step out.
+    # Slot 1 drafted once more than slot 6 and was not in the last step.
     assert budget.choose(slots, np.array([2, 2]), np.array([False, True]), 0, WIDE) == 4
     assert budget.choose(slots, np.array([2, 2]), np.array([True, True]), 0, WIDE) == 2
     assert budget.choose(slots[::-1], np.array([1, 2]), np.array([True, True]), 0, WIDE) == 1
@@ -213,10 +213,10 @@ def test_a_recycled_slot_starts_anew():
 
 def test_an_empty_batch_has_no_drafts():
     budget = DraftBudget(8, 2, STEEP)
-    nobody = np.array([], np.int64)
-    budget.update(nobody, np.empty((0, 2)))
-    assert budget.choose(nobody, nobody, np.array([], bool), 0, WIDE) == 0
-    assert budget.choose(nobody, nobody, np.array([], bool), 7, WIDE, 1) == 0
+    none = np.array([], np.int64)
+    budget.update(none, np.empty((0, 2)))
+    assert budget.choose(none, none, np.array([], bool), 0, WIDE) == 0
+    assert budget.choose(none, none, np.array([], bool), 7, WIDE, 1) == 0
 
 
 @given(batches(max_requests=5), curves(), st.integers(0, 20), st.integers(0, 4))
@@ -300,7 +300,7 @@ def test_measured_steps_take_over_from_the_profile(seed):
     curve = CostCurve(list(truth), [5.0, 6.0, 7.0])
     for _ in range(200):
         for rows, ms in truth.items():
-            slow = 50.0 if rng.random() < 0.2 else 1.0  # now and then somebody else has the machine
+            slow = 50.0 if rng.random() < 0.2 else 1.0  # sometimes another process uses the machine
             curve.refine(rows, ms * slow * rng.uniform(0.97, 1.03))
     assert curve.ms == pytest.approx(list(truth.values()), rel=0.03)
 
@@ -337,7 +337,7 @@ def test_a_sample_counts_only_once_the_next_has_come():
     curve = CostCurve([8], [1.0])
     feed(curve, 8, [5.0] * 10)
     assert cost(curve, 8) == [1]
-    curve.refine(9, 1.0)  # beyond all sizes: nothing but the next
+    curve.refine(9, 1.0)  # above all sizes: only the sample before counts
     assert cost(curve, 8) == [5]
 
 

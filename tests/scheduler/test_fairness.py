@@ -1,4 +1,4 @@
-"""Nobody is overtaken for ever: not in the queue, and not while it waits for a parent, a seat, a slot or pages."""
+"""No request is overtaken for ever, neither in the queue nor while it waits for a parent, a seat, a slot or pages."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ NUM_LATER = 25
 
 
 def first_turns(world, names):
-    """Turn in which each request's first token came, and which others had started before."""
+    """The turn of each request's first token, and the requests that started before it."""
     turns, started = {}, {}
     for turn in range(1, 400):
         world.step()
@@ -58,7 +58,7 @@ def test_all_answers_begin_together_whoever_waits(given, max_tokens, is_async):
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("how", ["parent ends", "parent is paused", "parent is aborted", "branch is paused"])
-def test_a_reservation_that_cannot_be_used_blocks_nobody(how, is_async):
+def test_a_reservation_that_cannot_be_used_blocks_no_request(how, is_async):
     world = World(is_async=is_async, max_num_seqs=2)
     world.add("parent", words(9), 6, ignore_eos=True)
     world.add("branch", words(9) + [WORD] * (2 if how == "branch is paused" else 0), 6, ignore_eos=True, parent="parent")
@@ -80,7 +80,7 @@ def test_a_reservation_that_cannot_be_used_blocks_nobody(how, is_async):
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_forks_do_not_pass_the_head_of_the_queue_for_ever(is_async):
-    """A caller who forks a long answer again and again gets every seat that is left, unless the queue has its turn."""
+    """Without a limit, a caller that forks a long answer again and again would get every free seat."""
     world = World(is_async=is_async, num_slots=9, max_num_seqs=3, max_num_batched_tokens=40)
     world.add("parent", words(9), 60, ignore_eos=True)
     for turn in range(60):
@@ -97,7 +97,7 @@ def test_forks_do_not_pass_the_head_of_the_queue_for_ever(is_async):
 
 
 class Watch:
-    """Counts, for each request that could start and has not, those after it in the order of admission that start."""
+    """Counts for each waiting request how many later requests start before it."""
 
     def __init__(self, world):
         self.world, self.overtaken, self.stuck, self.known = world, Counter(), Counter(), set()
@@ -147,10 +147,10 @@ def test_in_any_history_everybody_gets_on_and_few_pass(part):
             world.scheduler.set_schedulable(name, True)
         watch.stuck.clear()
         while watch.step():
-            assert max(watch.stuck.values(), default=0) < 150, "somebody does not get on"
+            assert max(watch.stuck.values(), default=0) < 150, "a request does not advance"
         world.drain()
         most = max(most, max(watch.overtaken.values(), default=0) - 3 * seats)
-    assert most <= 0, "somebody was passed more often than by three for each seat"
+    assert most <= 0, "a request was passed by more than three for each seat"
 
 
 def add(world, rng):

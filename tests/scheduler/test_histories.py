@@ -1,4 +1,4 @@
-"""Random histories: whatever happens, memory is right, nothing is lost, and every request gets its tokens and ends once."""
+"""Random histories: memory is right, nothing is lost, and every request gets its tokens and ends once."""
 
 import random
 from collections import Counter
@@ -91,7 +91,7 @@ class History:
         )
 
     def asked(self):
-        """What some requests ask of the planning half beside their tokens; a bounded decoder half has no logits of prompts."""
+        """Optional parameters of some requests that concern planning; a bounded decoder half has no logits of prompts."""
         rng, has_logits = self.rng, not self.world.limits.decoder_keep_tokens
         penalty = {"presence_penalty": 0.5} if rng.random() < 0.2 else {}
         return penalty | ({"prompt_logprobs": True} if has_logits and rng.random() < 0.1 else {})
@@ -153,7 +153,7 @@ def test_any_history_keeps_every_promise(part):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_schedule_changes_no_token(seed):
-    """One after another, step by step, one step ahead, in a pool so small that requests are preempted: the same tokens."""
+    """The tokens are the same alone, synchronous, asynchronous, and in a pool so small that requests are preempted."""
     rng = random.Random(seed)
     requests = [
         {"prompt": [rng.choice([WORD, 7, 9]) for _ in range(rng.randint(1, 30))], "max_tokens": rng.randint(1, 40)}

@@ -1,4 +1,4 @@
-"""Parameters of a request that change what is planned for it, or when it ends."""
+"""Parameters of a request that change its plans or its end."""
 
 import time
 
@@ -20,7 +20,7 @@ def add(world, prompt, name="a", **params):
 
 
 def outputs_of(world, tokens):
-    """Records of the first round, which brings ``tokens``; the prompt's token is an ordinary one."""
+    """Records of the first round, which gives ``tokens``; the prompt gives an ordinary token."""
     outputs = []
     while not any(each.num_output_tokens > 1 for each in outputs):
         plan = world.scheduler.plan()
@@ -108,7 +108,7 @@ def test_first_chunk_carries_the_history_where_sampling_looks_back(repetition_pe
 @pytest.mark.parametrize("num_more", [-15, -7, -2, -1, 0, 3])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_fork_that_asks_for_prompt_logprobs_gets_all_of_them(num_more, is_async):
-    """Those of tokens that its parent computed, too; a world looks at the values."""
+    """Also log-probabilities of tokens that the parent computed; the world checks the values."""
     world = World(num_slots=9, max_num_batched_tokens=60, is_async=is_async)
     world.add("parent", words(16), 20, ignore_eos=True)
     while len(world.outputs["parent"]) < 2:
@@ -124,7 +124,7 @@ def test_fork_that_asks_for_prompt_logprobs_gets_all_of_them(num_more, is_async)
 @pytest.mark.parametrize("num_before", [4, 5, 6])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_prompt_preempted_before_its_first_token_has_each_of_its_logprobs_once(num_before, is_async):
-    """It came in pieces, and some were computed or in flight when its memory was taken away; a world looks at the values."""
+    """Some chunks are computed or in flight when the request loses its memory; the world checks the values."""
     world = World(num_pages=1 + 2 + 12, max_num_batched_tokens=4, is_async=is_async, kv={"enable_prefix_cache": False})
     world.add("answer", words(num_before), 30, ignore_eos=True, priority=1)
     while not world.outputs["answer"]:
@@ -144,7 +144,7 @@ def test_prompt_preempted_before_its_first_token_has_each_of_its_logprobs_once(n
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_answer_that_is_resumed_is_counted_whole(penalty, is_async):
-    """Prompt and answer so far; a world compares the ids."""
+    """The history has prompt and answer so far; the world compares the ids."""
     world = World(num_drafts=2, num_pages=9, max_num_batched_tokens=20, is_async=is_async, kv={"enable_prefix_cache": False})
     for name, first in (("a", 2), ("b", 40)):
         world.add(name, words(9, first=first), 18, ignore_eos=True, **{penalty: 1.5})

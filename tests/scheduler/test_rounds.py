@@ -1,4 +1,4 @@
-"""Decoding in rounds of drafts: what is planned, what is kept of what they bring, and what is given back."""
+"""Decoding in rounds of drafts: their plans, the tokens and states that are kept, and the memory that is given back."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def world_of(**given):
 
 
 def decode(world, *names, prompt=7, max_tokens=30, **given):
-    """Requests that have got their first token."""
+    """Requests with their first token."""
     for number, name in enumerate(names):
         world.add(name, words(prompt, first=2 + 30 * number), max_tokens, ignore_eos=True, **given)
     while any(not world.outputs[name] for name in names):
@@ -29,7 +29,7 @@ def decode(world, *names, prompt=7, max_tokens=30, **given):
 
 
 def result_of(plan, tokens, num_verified=DRAFTS, confidence=0.5):
-    """What a step brings whose requests all get ``tokens``, of a chunk the first; the last of them was not drafted."""
+    """Result of a step in which every round gives ``tokens`` and every chunk the first of them; the last one was not drafted."""
     sampled = {}
     for name, ids, num_drafts in (
         *((chunk.request_id, tokens[:1], 0) for chunk in plan.chunks if chunk.samples),
@@ -48,12 +48,12 @@ def result_of(plan, tokens, num_verified=DRAFTS, confidence=0.5):
 
 
 def end_at(offset, token_id=EOS):
-    """Six tokens, the one at ``offset`` another one."""
+    """Six tokens; the token at ``offset`` differs."""
     return [WORD] * offset + [token_id] + [7] * (DRAFTS - offset)
 
 
 def state_found(world, tokens):
-    """Position of the saved state from which a request goes on that begins with ``tokens``; 0 if there is none."""
+    """Position of the saved state that a request with ``tokens`` continues from; 0 if there is none."""
     chain = PageChain(PAGE, b"")
     chain.extend(np.array([*tokens, *[WORD] * (world.kv.margin + PAGE)], dtype=np.int32), {})
     hit = world.kv.plan_hit(chain, chain.num_tokens)
@@ -98,7 +98,7 @@ def test_short_budget_serves_fewer_requests_and_never_fewer_drafts():
 
 
 def test_prompts_get_nothing_of_a_step_that_leaves_an_answer_out():
-    """Or new short answers, which come first, would keep a long one waiting for as long as requests arrive."""
+    """Otherwise new short answers, which come first, would block a long one as long as requests arrive."""
     world = World(num_drafts=DRAFTS, max_num_batched_tokens=8, accept=lambda count: 0)
     decode(world, "a", "b", prompt=2)
     for number in range(20):
@@ -123,7 +123,7 @@ def test_rounds_take_their_rows_from_prompts():
     assert (plan.num_drafts, plan.chunks[0].end, plan.num_rows) == (5, 4, 10)
 
 
-# -------------------------------------------------------------------------------------------------------- what a round brings
+# -------------------------------------------------------------------------------------------------------- tokens of a round
 
 
 @pytest.mark.parametrize("offset", range(DRAFTS + 1))
@@ -283,7 +283,7 @@ def test_rounds_in_flight_save_into_one_slot_at_one_position():
 
 @pytest.mark.parametrize("num_accepted", range(4))
 def test_state_is_found_as_soon_as_the_end_of_a_page_is_computed(num_accepted):
-    """And where a round does not reach it, the state before can be found again."""
+    """If a round does not reach the position, the state before can be found again."""
     world = world_of(num_drafts=3, num_slots=9, accept=lambda count: min(count, num_accepted))
     decode(world, "a", prompt=9)
     seen = set()
@@ -328,7 +328,7 @@ def test_state_of_rounds_ahead_is_found_when_one_reached_the_end_of_the_page_and
 
 @pytest.mark.parametrize("offset", range(DRAFTS + 1))
 def test_state_copied_behind_a_stop_is_never_found(offset):
-    """The device, which knows no stop, copies state at the end of the page in any case."""
+    """The device does not know about stops and always copies the state at the end of the page."""
     world = world_of(num_slots=9)
     world.add("a", words(5), 30)
     while not (plan := world.scheduler.plan()).rounds:
@@ -347,7 +347,7 @@ def test_state_copied_behind_a_stop_is_never_found(offset):
 
 
 def until_preempted(world, name):
-    """Step until a request loses its memory; whether a round of it was in flight then."""
+    """Step until a request loses its memory; returns whether a round of it was in flight then."""
     for _ in range(60):
         has_round = any(each.request_id == name for plan, _ in world.in_flight for each in plan.rounds)
         was_running = world.scheduler._requests._all[name].holding is not None
@@ -401,7 +401,7 @@ def check_resumption(world, name):
 
 
 def test_preempted_answer_is_not_admitted_before_there_is_room_for_its_next_round():
-    """Or it would be computed again and again, and lose its memory each time before it got a token."""
+    """Otherwise it would be computed again and again and lose its memory each time before its next token."""
     world = world_of(num_pages=7, kv={"enable_prefix_cache": False}, accept=lambda count: 0)
     world.add("b", words(4, first=30), 2, ignore_eos=True)
     world.step()
@@ -455,7 +455,7 @@ def test_fork_of_an_answer_in_the_middle_of_decoding_gets_the_right_text(is_asyn
 
 @pytest.mark.parametrize("num_back", range(8))
 def test_fork_goes_back_as_far_as_the_slot_remembers(num_back):
-    """A slot has room for six tokens more than the window, and the last round wrote five drafts that were rejected."""
+    """A slot has room for six tokens more than the window.  The last round wrote five rejected drafts."""
     world = world_of(num_slots=9, kv={"enable_prefix_cache": False}, accept=lambda count: 0)
     decode(world, "parent", prompt=9, max_tokens=40)
     for _ in range(8):
@@ -471,7 +471,7 @@ def test_fork_goes_back_as_far_as_the_slot_remembers(num_back):
 
 
 class RecordingBudget:
-    """Chooses what it is told to, and remembers what it was asked."""
+    """Chooses a given number of drafts and records its arguments."""
 
     def __init__(self, total=0):
         self.total, self.resets, self.updates, self.choices, self.times = total, [], [], [], []
@@ -587,7 +587,7 @@ def test_request_is_ahead_exactly_if_something_of_it_is_in_flight():
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_only_steps_of_rounds_alone_are_taken_for_step_times(is_async):
-    """A token of a prompt does not cost what a row of a round costs: time that prompts took would bend the curve."""
+    """A prompt token costs less than a row of a round, so the times of steps with prompts would bend the curve."""
     world, budget = recorded(2, is_async=is_async, max_num_batched_tokens=12, save_states=False, accept=lambda count: 0)
     decode(world, "a", prompt=3, max_tokens=40)
     budget.times.clear()

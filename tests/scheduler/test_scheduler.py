@@ -1,4 +1,4 @@
-"""Planning and committing, one promise a test."""
+"""Planning and committing, one property in each test."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def result_of(plan, token_id=WORD):
 
 
 def outputs_of(world, token_id=WORD):
-    """Every output until nothing is left, of a model that always answers the same."""
+    """All records of a model that always answers the same token."""
     outputs = []
     while (plan := world.scheduler.plan()) is not None:
         outputs += world.scheduler.commit(plan, result_of(plan, token_id))
@@ -76,7 +76,7 @@ def test_short_budget_serves_the_shortest_answers_and_all_advance():
     world = World(max_num_batched_tokens=2, max_num_seqs=3)
     for name in "abc":
         world.add(name, [WORD], 20, ignore_eos=True)
-    for name in "ab":  # a prompt gets what answers leave, so "c" starts while these are paused
+    for name in "ab":  # a prompt gets the budget that answers leave, so "c" starts while these are paused
         plan_of(world)
         world.scheduler.set_schedulable(name, False)
     plan_of(world)
@@ -118,7 +118,7 @@ def test_requests_are_admitted_in_order_of_arrival_as_slots_allow():
     assert [name for name, _, _ in chunks_of(world)] == ["b", "c"]
 
 
-def test_request_waits_until_pages_for_its_whole_prompt_are_free_and_nobody_passes_it():
+def test_request_waits_until_pages_for_its_whole_prompt_are_free_and_no_request_passes_it():
     world = World(num_pages=9, save_states=False)
     world.add("a", words(20), 2, ignore_eos=True)
     world.add("b", words(20, first=40), 2)
@@ -152,7 +152,7 @@ def test_request_whose_inputs_are_not_ready_waits_and_lets_others_pass():
     assert chunks_of(world) == [("b", 1, 2), ("a", 0, 1)]
     assert world.scheduler.set_schedulable("b", False)
     assert chunks_of(world) == [("a", 1, 2)]
-    assert not world.scheduler.set_schedulable("nobody", True)
+    assert not world.scheduler.set_schedulable("unknown", True)
 
 
 def test_two_short_requests_fit_where_their_longest_outputs_would_not():
@@ -235,7 +235,7 @@ def test_page_with_an_unconfirmed_token_cannot_be_found():
 
 
 def two_that_collide(**given):
-    """Two requests that grow into the last page; ``b`` has the longer answer."""
+    """Two requests grow into the last page; ``b`` has the longer answer."""
     world = World(num_pages=6, kv={"enable_prefix_cache": False}, **given)
     world.add("b", words(4), 14, ignore_eos=True)
     plan_of(world)
@@ -250,7 +250,7 @@ def until_preempted(world):
         plan = plan_of(world)
         if world.scheduler.stats().num_preempted > before:
             return plan
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no request was preempted")
 
 
 def test_longest_answer_is_preempted_and_its_tokens_stay():
@@ -295,7 +295,7 @@ def test_record_of_a_request_that_ended_without_a_step_is_not_lost():
     assert output.num_output_tokens == 2
 
 
-def test_step_that_preempts_admits_nobody():
+def test_step_that_preempts_admits_no_request():
     world = two_that_collide()
     plan_of(world)
     world.add("c", words(8, first=50), 1, priority=1)
@@ -318,12 +318,12 @@ def test_request_whose_last_token_is_in_flight_is_waited_for():
 
 
 def test_branch_that_just_started_is_not_preempted_in_the_same_plan():
-    """Its chunk is in the plan; its pages would be written by two."""
+    """Its chunk is in the plan already, so two requests would write its pages."""
     world = World(num_pages=7, num_slots=9, max_num_batched_tokens=60, kv={"enable_prefix_cache": False})
     world.add("parent", words(7), 12, ignore_eos=True, priority=1)
     world.add("a", words(7, first=30), 12, ignore_eos=True, priority=1)
     for _ in range(3):
-        plan_of(world)  # two pages each are full then; both need another one next, the child as well
+        plan_of(world)  # each then has two full pages; both need another page next, and so does the child
     world.add("child", world.told("parent"), 2, ignore_eos=True, parent="parent", priority=-1)
     plan = plan_of(world)
     assert "child" in {chunk.request_id for chunk in plan.chunks}
@@ -333,7 +333,7 @@ def test_branch_that_just_started_is_not_preempted_in_the_same_plan():
 
 
 def test_request_that_would_preempt_itself_gets_what_is_in_flight_first():
-    """Or it would compute its tokens again and again, one step ahead, and never tell one."""
+    """Otherwise it would compute its tokens again and again, one step ahead, and never return one."""
     world = World(is_async=True, num_pages=5, kv={"enable_prefix_cache": False})
     world.add("b", words(4, first=30), 2, ignore_eos=True)
     world.step()
@@ -540,7 +540,7 @@ def test_fork_whose_parent_is_gone_is_admitted_like_any_other(how):
 
 
 def test_fork_into_a_replay_is_admitted_like_any_other():
-    """State is not whole there, and shared pages end later."""
+    """The state is not whole there, and shared pages end later."""
     world = World(num_slots=9, save_states=False, max_num_batched_tokens=1)
     world.add("a", words(40), 1)
     world.drain()
@@ -567,7 +567,7 @@ def test_fork_keeps_the_decoder_floor_that_its_state_was_made_with():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"parent": "nobody"}, "request 'nobody' is not there to be forked"),
+        ({"parent": "unknown"}, "request 'unknown' is not there to be forked"),
         ({"prompt": [*words(5), WORD, WORD]}, "differs from the tokens of request 'parent' at position 5"),
         ({"salt": b"other"}, "another tenant"),
         ({"image_hashes": {2: b"x"}}, "other pictures"),
@@ -626,7 +626,7 @@ def test_output_repeats_what_was_sampled():
 def test_abort_at_any_time_returns_everything_and_says_how_much_there_was(state):
     world = World()
     world.add("a", words(3), is_schedulable=state != "paused")
-    ids, expected = ["a", "nobody"], (1, 3)
+    ids, expected = ["a", "unknown"], (1, 3)
     if state == "running":
         plan_of(world)
         expected = (1, 4)

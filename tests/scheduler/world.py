@@ -1,4 +1,4 @@
-"""A scheduler, a worker that checks every read and write, and what must be true of them whatever happens."""
+"""A scheduler, a worker that checks every read and write, and the invariants of both."""
 
 import numpy as np
 
@@ -60,9 +60,9 @@ class World:
         self.outputs = {}
         self.planned = {}  # request -> (end of its last chunk or None after a round, its decoder floor)
         self.cached = {}  # request -> tokens of its prompt that were not computed
-        self.stem_of = {}  # request -> what its pictures show
+        self.stem_of = {}  # request -> content of its pictures
         self.num_restarts = self.num_restarted_prompts = self.num_branched = 0
-        self.num_saved = self.num_unsaved = 0  # by rounds; when no round had reached the end of the page
+        self.num_saved = self.num_unsaved = 0  # saved by rounds; not saved because no round reached the end of the page
         self.num_cut = 0  # requests that ended inside a round while another round of them was in flight
 
     def add(self, name, prompt, max_tokens=4, *, is_schedulable=True, parent=None, **given):
@@ -97,7 +97,7 @@ class World:
         return list(self.requests[name].prompt_token_ids) + self.outputs[name]
 
     def prompt_logprobs(self, name):
-        """What the worker says of a prompt's tokens, if the request asked; what it says of each depends on that token alone."""
+        """The worker's log-probabilities of a prompt, if the request asked; each depends on its own token only."""
         request = self.requests[name]
         if not request.params.prompt_logprobs:
             return None
@@ -109,10 +109,10 @@ class World:
         assert self.scheduler.num_unfinished == len(self.requests) - len(self.ended) - self._num_untold()
 
     def _num_untold(self):
-        return len(self.scheduler._outputs)  # ended, and the record is still to come
+        return len(self.scheduler._outputs)  # requests that ended and whose records were not taken yet
 
     def step(self):
-        """One turn of the engine's loop; returns whether there was anything to do."""
+        """One turn of the engine's loop; returns whether there was work."""
         plan = self.scheduler.plan()
         if plan is not None:
             self._check_plan(plan)
@@ -140,7 +140,7 @@ class World:
             self.num_cut += self.outputs[name][-1] != result.sampled[name].token_ids[-1]
 
     def drain(self):
-        """Run until nothing is left, and see that everything was given back and told; returns the number of turns."""
+        """Run until idle and check that all memory is free and all records came; returns the number of turns."""
         for name in self.alive:
             assert self.scheduler.set_schedulable(name, True)
         num_turns = 0
@@ -177,7 +177,7 @@ class World:
         prompts = [chunk for chunk in chunks if chunk.end - chunk.start > 1]
         assert len(prompts) <= 1 or sum(chunk.end for chunk in prompts) <= limits.max_sum_keys
         for each in (*chunks, *rounds):
-            assert each.request_id in self.requests, "nobody's request is planned"
+            assert each.request_id in self.requests, "a planned request is unfinished"
             assert each.request_id not in self.ended, "a request is planned after its end"
             assert each.page_ids.dtype == np.int32
             assert 0 not in each.page_ids
@@ -217,7 +217,7 @@ class World:
         assert each.start == known + num_in_flight - 1, "a round starts at the anchor"
         assert 0 <= each.max_drafts <= self.limits.num_drafts
         length = len(self.sequences[name].ids)
-        assert each.start + 1 + each.max_drafts <= length - 1, "no draft is verified behind the last token"
+        assert each.start + 1 + each.max_drafts <= length - 1, "no draft is verified after the last token"
         is_full = self.limits.num_drafts < self.limits.max_num_batched_tokens
         wanted = min(self.limits.num_drafts, length - each.start - 2)
         assert each.max_drafts == wanted or not is_full, "how many drafts there are is the request's own affair"
@@ -255,7 +255,7 @@ class World:
 
 
 def rows_of(plan):
-    """(request, start, end) of rounds and chunks; a round ends behind its anchor."""
+    """(request, start, end) of rounds and chunks; a round ends after its anchor."""
     rounds = [(each.request_id, each.start, each.start + 1) for each in plan.rounds]
     return rounds + [(chunk.request_id, chunk.start, chunk.end) for chunk in plan.chunks]
 
@@ -265,7 +265,7 @@ def names_of(plan):
 
 
 def chunks_of(world):
-    """Plan, run and commit one step; its rows."""
+    """Plan, run and commit one step; returns its rows."""
     return rows_of(plan_of(world))
 
 
