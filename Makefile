@@ -1,4 +1,4 @@
-# The verbs that people, hooks and CI share.  PYTHON chooses the interpreter that .venv is made from.
+# The verbs that people, hooks and CI share.  PYTHON chooses the interpreter of .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,26 +10,26 @@ READY := .venv/.ready
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## make .venv, or bring it up to date with pyproject.toml
+setup: $(READY)  ## make .venv, or update it to pyproject.toml
 
 $(READY): pyproject.toml scripts/environment.py
 	@$(PYTHON) scripts/environment.py
 
-format: $(READY)  ## format the code and mend what the linter can mend
+format: $(READY)  ## format the code and fix what the linter can fix
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-check: $(READY)  ## format, lint, types, import rules; then the size of the code
+check: $(READY)  ## check format, lint, types and import rules; print the size of the code
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/code_lines.py
 
-test: $(READY)  ## all tests that run on a CPU, the slow ones excepted
+test: $(READY)  ## run all tests for a CPU, except the slow ones
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-test-gpu: $(READY)  ## the tests marked gpu, with the first python that has a CUDA device
+test-gpu: $(READY)  ## run the tests marked gpu, with the first python that has a CUDA device
 	@for python in $(BIN)/python $(PYTHON); do \
 	    if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	        exec $$python -m pytest -m 'gpu or multi_gpu' --slow; \
@@ -37,8 +37,8 @@ test-gpu: $(READY)  ## the tests marked gpu, with the first python that has a CU
 	done; \
 	echo 'test-gpu: neither $(BIN)/python nor $(PYTHON) sees a CUDA device; run it on a GPU machine' >&2; exit 1
 
-bench: $(READY)  ## the engine's benchmark
+bench: $(READY)  ## measure steps of the engine
 	@$(BIN)/deepinfer bench steps
 
-demo: $(READY)  ## generate text with nano, the small model that is always at hand
+demo: $(READY)  ## generate text with nano, the small model that the engine makes itself
 	$(BIN)/deepinfer generate --file examples/prompt.txt --max-tokens 64

@@ -1,6 +1,6 @@
 """Generate text without a server.
 
-python examples/offline_inference.py                    # nano, the small model, on whatever is here
+python examples/offline_inference.py                    # the small model nano, on this machine
 DEEPINFER_HF_MODEL_DIR=/path/to/checkpoint python examples/offline_inference.py --ep 8
 """
 
@@ -25,9 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a continuation of every prompt; returns the exit code."""
     parser = argparse.ArgumentParser(description="Generate text without a server.")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share the experts (default 1)")
-    parser.add_argument("--dp", type=int, default=0, metavar="N", help="ranks with requests of their own (default: ep / cp)")
+    parser.add_argument("--dp", type=int, default=0, metavar="N", help="ranks that serve separate requests (default: ep / cp)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share a prompt (default 1)")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens to generate at most (default 32)")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="most tokens to generate (default 32)")
     options = parser.parse_args(arguments)
     try:
         llm = LLM(

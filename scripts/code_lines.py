@@ -1,6 +1,6 @@
 """Print the lines of code of each folder, and their change against ``main``; the last step of ``make check``.
 
-A line of code holds something besides blanks, comments and docstrings.
+A line of code contains code, not only blanks, comments or docstrings.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main() -> None:
     width = max(map(len, [*now, *before, "total"]))
     out = [f"{'code lines'.ljust(width)}  now  {f'against {base}' if base else '(no main branch to compare with)'}"]
     for folder in [*sorted({*now, *before}), "total"]:
-        here = now.total() if folder == "total" else now[folder]
-        there = before.total() if folder == "total" else before[folder]
-        out.append(f"{folder.ljust(width)} {here:>5}" + (f"  {here - there:+d}" if base else ""))
+        count = now.total() if folder == "total" else now[folder]
+        base_count = before.total() if folder == "total" else before[folder]
+        out.append(f"{folder.ljust(width)} {count:>5}" + (f"  {count - base_count:+d}" if base else ""))
     sys.stdout.write("\n".join(out) + "\n")
 
 
@@ -54,7 +54,7 @@ def lines_of_main() -> tuple[str, Counter[str]]:
 
 
 def lines_per_folder(texts: dict[str, str]) -> Counter[str]:
-    """Lines of code by folder, for sources by path."""
+    """Lines of code of each folder; ``texts`` maps paths to sources."""
     counts: Counter[str] = Counter()
     for path, text in texts.items():
         counts[str(Path(path).parent)] += code_lines(text)
@@ -62,7 +62,7 @@ def lines_per_folder(texts: dict[str, str]) -> Counter[str]:
 
 
 def code_lines(text: str) -> int:
-    """Lines of one source that hold code."""
+    """Number of lines of one source that contain code."""
     covered: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:

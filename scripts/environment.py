@@ -1,17 +1,17 @@
 """Make or update ``.venv``, the project's own environment; run by ``make setup``.
 
-Steps, each of which costs nothing when its work is done already:
+A step whose work is done already costs nothing.  The steps are:
 
 1. A virtual environment of the calling interpreter.
-2. torch.  If the calling interpreter has a recent one, ``.venv`` uses that and the packages beside it: a ``.pth`` file names
-   the interpreter's package folders, which works too where the interpreter is itself a virtual environment (the usual
-   switch for system packages would show those of its parent).  Otherwise the default build where an NVIDIA GPU answers,
-   else the CPU build.
-3. What pyproject.toml asks for: build requirements, dependencies and the extra ``dev``.  pip asks the network
-   only for what is missing, so a machine that has everything needs none.  Without network, missing extras are forgiven.
-4. The project itself, editable, built by the setuptools that step 3 saw to: no isolated build, hence no further download.
+2. torch.  If the calling interpreter has a recent torch, ``.venv`` uses it and the interpreter's other packages: a ``.pth`` file
+   names the interpreter's package folders.  This also works if the interpreter is itself in a virtual environment; the usual
+   option for system packages would show the packages of its parent.  Otherwise this step installs torch: the default build if the
+   machine has an NVIDIA GPU, else the CPU build.
+3. The requirements in pyproject.toml: build requirements, dependencies, the extra ``dev``.  pip downloads only missing packages,
+   so a machine that has all of them needs no network.  Without network, extras may be missing.
+4. The project itself, editable.  The setuptools of step 3 builds it without an isolated build, so this step downloads nothing.
 
-Written for any Python 3.8, so that an older one than we need gets a sentence rather than a syntax error.
+The file uses the syntax of Python 3.8, so that an older interpreter than we need gets a message, not a syntax error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TORCH = "2.13.0"
 
 
 def main() -> None:
-    """Run the steps; the file ``.ready`` is written last and tells make that all went well."""
+    """Run the steps; the file ``.ready`` is written last and shows make that all steps succeeded."""
     require_python()
     if READY.exists():
         READY.unlink()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def require_python() -> None:
-    """Stop with a sentence if this interpreter is too old or cannot make virtual environments."""
+    """Stop with a message if this interpreter is too old or cannot make virtual environments."""
     if sys.version_info[:2] < LEAST_PYTHON:
         wanted = ".".join(map(str, LEAST_PYTHON))
         stop(f"Python {wanted} or newer is needed, {sys.executable} is {version_of_python()}; run make PYTHON=/path/to/python3")
@@ -62,19 +62,19 @@ def require_python() -> None:
 
 
 def make_venv() -> None:
-    """Create the environment unless a working one of the same Python version is there."""
+    """Create the environment, unless a working environment with the same Python version exists."""
     probe = "import sys; sys.stdout.write('.'.join(map(str, sys.version_info[:3])))"
     if VENV_PYTHON.exists() and output_of(str(VENV_PYTHON), "-c", probe) == version_of_python():
         return
     say(f"making .venv with Python {version_of_python()}")
     if subprocess.call([sys.executable, "-m", "venv", "--clear", str(VENV)]):
         stop("the virtual environment could not be made; the message above says why")
-    # Python before 3.12 puts an old setuptools there, which would hide a newer one of the calling interpreter.
+    # Python before 3.12 installs an old setuptools, which would hide a newer setuptools of the calling interpreter.
     output_of(str(VENV_PYTHON), "-m", "pip", "uninstall", "--yes", "setuptools")
 
 
 def provide_torch() -> None:
-    """Let ``.venv`` see a recent torch: the calling interpreter's, or one that is installed now."""
+    """Give ``.venv`` a recent torch: use the torch of the calling interpreter, or install one."""
     site = Path(output_of(str(VENV_PYTHON), "-c", "import sysconfig, sys; sys.stdout.write(sysconfig.get_path('purelib'))"))
     link = site / "packages_of_calling_interpreter.pth"
     if link.exists():
@@ -85,8 +85,8 @@ def provide_torch() -> None:
         folders = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
         link.write_text("\n".join(folders) + "\n", encoding="utf-8")
         return
-    there = output_of(str(VENV_PYTHON), "-c", "import importlib.metadata as m, sys; sys.stdout.write(m.version('torch'))")
-    if there.split("+")[0] == TORCH:
+    installed = output_of(str(VENV_PYTHON), "-c", "import importlib.metadata as m, sys; sys.stdout.write(m.version('torch'))")
+    if installed.split("+")[0] == TORCH:
         return
     if output_of("nvidia-smi", "-L"):
         say(f"an NVIDIA GPU is present: installing torch {TORCH}")
@@ -95,20 +95,20 @@ def provide_torch() -> None:
         say(f"no NVIDIA GPU is present: installing the CPU build of torch {TORCH}")
         done = pip(f"torch=={TORCH}+cpu", quiet=True)
         if not done:
-            say("the CPU build is not on offer here: installing the default build, a larger download")
+            say("the CPU build is not available here: installing the default build, a larger download")
             done = pip(f"torch=={TORCH}")
     if not done:
         stop("torch could not be installed; pip's message above says why")
 
 
 def install_requirements() -> None:
-    """Install what pyproject.toml asks for; the extras may be missing in the end, the dependencies may not."""
-    import tomllib  # known since Python 3.11, which require_python has seen to
+    """Install the requirements in pyproject.toml; extras may be missing afterwards, dependencies may not."""
+    import tomllib  # exists since Python 3.11, which require_python has checked
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     needed = project["build-system"]["requires"] + project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
-    say("installing what pyproject.toml asks for")
+    say("installing the requirements in pyproject.toml")
     if pip(*needed, *extras["dev"]):
         return
     if not pip("--no-index", *needed, quiet=True):
@@ -117,7 +117,7 @@ def install_requirements() -> None:
 
 
 def pip(*arguments: str, quiet: bool = False) -> bool:
-    """Run ``pip install`` in ``.venv``, show its telling lines, and return whether it went well."""
+    """Run ``pip install`` in ``.venv``, show its important lines, and return whether it succeeded."""
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
     process = subprocess.Popen(
         [str(VENV_PYTHON), "-m", "pip", "install", "--retries", "2", "--progress-bar", "off", *arguments],
@@ -137,7 +137,7 @@ def pip(*arguments: str, quiet: bool = False) -> bool:
 
 
 def installed_torch() -> str | None:
-    """The version of torch in the calling interpreter, if it has one."""
+    """The version of torch in the calling interpreter, or None."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -145,7 +145,7 @@ def installed_torch() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; "" if it fails or does not exist."""
+    """The output of a command; "" if it fails or does not exist."""
     if not shutil.which(command[0]):
         return ""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
@@ -158,13 +158,13 @@ def version_of_python() -> str:
 
 
 def say(line: str) -> None:
-    """Print one line at once, also into a pipe."""
+    """Print one line and flush it, because stdout may be a pipe."""
     sys.stdout.write(f"setup: {line}\n")
     sys.stdout.flush()
 
 
 def stop(reason: str) -> None:
-    """End with a sentence."""
+    """Exit with a message."""
     sys.exit(f"setup: {reason}")
 
 
