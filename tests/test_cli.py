@@ -136,7 +136,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(args, says):
         ('{"prompt_token_ids": [270]}', "line 1: the prompt has 1 image placeholder"),
         ('{"prompt": "a", "stop_token_ids": [300]}', "line 1: stop_token_ids has 300"),
         ('{"prompt": "' + "x" * 300 + '"}', "line 1: text of 300 characters, which is at least 301 tokens, leaves no room"),
-        ('{"prompt": "a", "temperature": NaN}', "line 1 has NaN, which is no JSON"),
+        ('{"prompt": "a", "temperature": NaN}', "line 1 has NaN, which is not JSON"),
         ('{"prompt": "a", "temperature": 1e999}', "line 1: temperature=inf"),
         ('{"prompt": "a", "top_k": ' + "1" * 5000 + "}", "line 1 has a whole number of 5000 digits"),
         ('{"prompt": "a", "prompt": "b"}', "line 1 has the key 'prompt' twice"),
@@ -307,7 +307,7 @@ def test_results_never_go_where_the_prompts_are(fake, three, tmp_path, monkeypat
             prompts.symlink_to("r.partial")
     result = run("generate", "--model", "typo", "--prompts", prompts, "--out", out)
     assert result.exit_code == 2
-    assert "are one file, which writing would destroy; name another file to write" in result.stderr
+    assert "are the same file, which writing would destroy; name another file to write" in result.stderr
     assert not fake.is_loaded
     assert (three if three.exists() else tmp_path / "r.partial").read_bytes() == before
 
@@ -508,7 +508,7 @@ def test_steps_benchmark_prints_rates_floors_and_families():
 def test_steps_benchmark_tells_drafting_from_the_rest():
     result = run("bench", "steps", "--device", "cpu", "--prompt-tokens", 64, "--repeats", 1, "--num-drafts", 2)
     assert result.exit_code == 0, result.output
-    for word in ("rounds of 2 drafts, 16 requests at 64", "share of drafting", "every step above drafts"):
+    for word in ("rounds of 2 drafts, 16 requests at 64", "share of drafting", "every step above also makes drafts"):
         assert word in result.stdout
 
 

@@ -125,11 +125,11 @@ class Link:
         """
         if self.is_forked:
             raise ConfigError(
-                f"this client belongs to process {self._pid}, and process {os.getpid()} is a fork; start a client in the fork"
+                f"this client was made in process {self._pid}, and process {os.getpid()} is a fork of it; start one in the child"
             )
         if not self.is_here:
             raise ConfigError(
-                "this client belongs to the event loop that started it, and this is another loop; start a client in this loop"
+                "this client belongs to the event loop that started it, and this is another; start a client in this one"
             )
 
     def call(self, what: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

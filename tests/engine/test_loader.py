@@ -28,7 +28,7 @@ SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 6
             "num_drafts=6 is more than the 5 drafts that the model was trained to make at once; use 0 to 5 "
             r"\(DEEPINFER_USE_NEXTN_DECODE\)",
         ),
-        ({"banned_token_ids": (3, 100_000)}, "banned_token_ids names 100000, the vocabulary ends at .*; leave it out"),
+        ({"banned_token_ids": (3, 100_000)}, "banned_token_ids has 100000, but the vocabulary ends at .*; leave it out"),
         ({"num_drafts": 5, "max_backtracking_tokens": 5}, "cannot take back num_drafts=5 drafts and the token before them"),
         ({"banned_token_ids": tuple(range(272))}, "has all 271 tokens that could be sampled, which leaves none; ban fewer"),
         ({"banned_token_ids": (*range(270), 271, 5)}, "which leaves none; ban fewer"),

@@ -144,7 +144,7 @@ def test_a_request_that_is_refused_leaves_no_answer_behind():
         ({"allowed_token_ids": [5, 300]}, "allowed_token_ids has 300"),
         ({"banned_token_ids": [300]}, "banned_token_ids has 300"),
         ({"golden_token_ids": [5, 300]}, "golden_token_ids has 300"),
-        ({"golden_token_ids": [270]}, "golden_token_ids has 270, which stands for pictures"),
+        ({"golden_token_ids": [270]}, "golden_token_ids has 270, the token of images"),
         ({"allowed_token_ids": [270]}, "leave no token"),
         ({"banned_token_ids": range(272)}, "leave no token"),
     ],
