@@ -1,1 +1,1 @@
-"""Mathematics with a signature.  Bodies here are the reference backend; other backends are folders beside them."""
+"""Operators: mathematics with a signature.  Bodies in this folder are the reference backend; other backends are subfolders."""

@@ -1,9 +1,9 @@
-"""Arithmetic whose bits do not depend on the batch: products, sums, norms, and the way of host numbers to a device.
+"""Arithmetic whose bits do not depend on the batch: products, sums and norms; and the copy of host numbers to a device.
 
-These functions are no operators.  Bodies of the reference are built of them, and so is code above ``ops/`` that has no kernel.
+These functions are not operators.  The bodies of the reference use them, and code outside ``ops/`` that has no kernel.
 
-Invariant: rows are independent, bit for bit.  A row's result never depends on which rows stand beside it or on how many threads
-compute (docs/decisions/0002).
+Invariant: rows are independent, bit for bit.  The result of a row does not depend on the other rows or on the number of threads
+(docs/decisions/0002).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW_TILE = 32
 ITEM_TILE = 64
 """Items of every batched product on a GPU; see :func:`matmul_items`."""
 _TRIED_TILES = 4
-"""Tiles of random numbers that show whether a team of threads changes the bits of a product."""
+"""Number of random tiles that test whether the number of threads changes the bits of a product."""
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -31,17 +31,17 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without waiting for it.
 
-    Never inside a captured graph, which would read the same host memory in every replay, whoever has it then.
+    Not allowed during the capture of a graph: every replay would read the same host memory, which may hold other data by then.
     """
     if device.type == "cpu":
         return values
-    assert not torch.cuda.is_current_stream_capturing(), "what a graph reads from the host is an input of it"
+    assert not torch.cuda.is_current_stream_capturing(), "copy host numbers to the device before the capture of a graph"
     return values.pin_memory().to(device, non_blocking=True)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let this thread compute with a team of ``count`` on a CPU; other threads keep theirs.  Cost: 1 µs."""
+    """Let the calling thread compute with ``count`` CPU threads; other threads keep their number.  Cost: 1 µs."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -51,7 +51,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Logistic function out of ``exp``: torch.sigmoid rounds differently in a vector's body and in its tail."""
+    """Logistic function, composed from ``exp``: torch.sigmoid rounds differently in the body and in the tail of a vector."""
     return torch.reciprocal(1 + torch.exp(-x))
 
 
@@ -61,10 +61,10 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, which is kept, in an order that depends on its width alone.
+    """Sum over the last dim, which is kept, in an order that depends only on its width.
 
-    torch splits one long row over threads on a CPU, and on a GPU the order of sums follows the number of rows.  On a CPU two
-    short sums stay below the split; elsewhere halves are added until one column is left.
+    On a CPU torch splits one long row over threads.  On a GPU its order of sums depends on the number of rows.  So on a CPU a
+    long row is summed in two steps, each too short for the split.  On other devices halves are added until one column is left.
     """
     width = x.shape[-1]
     if x.device.type == "cpu":
@@ -100,11 +100,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def _keeps_bits(width: int, out_width: int, dtype: torch.dtype, num_threads: int) -> bool:
-    """Whether a product of this shape has the same bits with so many threads as with one, on this CPU and with this library.
+    """Whether a product of this shape has the same bits with ``num_threads`` threads as with one.
 
-    A library with more threads than columns to give them splits the sums, and it treats columns left over in another way.
-    Where that begins depends on the library, its version, the instructions and the type: [32, 1536] x [1536, 24] in fp32
-    differs from three threads on with AVX2, and from two on with AVX-512.  So it is tried, once for each shape.
+    With too few columns for its threads, a library splits the sums, and it computes left-over columns in another way.  The limit
+    depends on the library, its version, the CPU's instructions and the dtype: [32, 1536] x [1536, 24] in fp32 differs from three
+    threads on with AVX2, and from two threads on with AVX-512.  So each shape is tested once.
     """
     if num_threads == 1:
         return True
@@ -118,13 +118,14 @@ def _keeps_bits(width: int, out_width: int, dtype: torch.dtype, num_threads: int
 
 
 def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
-    """x wᵀ, computed 32 rows at a time so that a row's result does not depend on how many rows there are.
+    """x wᵀ, computed 32 rows at a time, so that a row's result does not depend on the number of rows.
 
-    Libraries choose kernels, and with them the order of sums, by the number of rows.  A fixed shape pins the choice.  The
-    number of threads is the other thing that they look at on a CPU; see :func:`_keeps_bits`.
+    Libraries choose a kernel, and so the order of sums, by the number of rows.  A fixed shape fixes the choice.  On a CPU they
+    also choose by the number of threads; see :func:`_keeps_bits`.
 
     Args:
-        x: [num_rows, width]; brought to a multiple of 4 by zeros, because at odd widths a row's bits change with its place.
+        x: [num_rows, width]; widths are padded with zeros to a multiple of 4, because at other widths a row's bits depend on its
+            index.
         w: [out_width, width], same dtype.
 
     Returns:
@@ -138,8 +139,8 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     if width % 4 or num_rows % ROW_TILE:
         x = torch.nn.functional.pad(x, (0, -width % 4, 0, -num_rows % ROW_TILE))
     wt = w.t()
-    is_alone = x.device.type == "cpu" and not _keeps_bits(x.shape[1], w.shape[0], x.dtype, torch.get_num_threads())
-    with threads(1) if is_alone else nullcontext():
+    is_single_threaded = x.device.type == "cpu" and not _keeps_bits(x.shape[1], w.shape[0], x.dtype, torch.get_num_threads())
+    with threads(1) if is_single_threaded else nullcontext():
         if x.shape[0] == ROW_TILE:
             return torch.mm(x, wt)[:num_rows]
         out = x.new_empty(x.shape[0], w.shape[0])
@@ -149,9 +150,10 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
 
 
 def matmul_items(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product, each item's bits independent of how many items there are.
+    """Batched product; the bits of an item do not depend on the number of items.
 
-    On a CPU every item is a product of its own.  A GPU's library chooses by the number of items too, so there it is pinned.
+    On a CPU every item is a product of its own.  A GPU library chooses a kernel by the number of items too, so on a GPU that
+    number is fixed.
 
     Args:
         a: [num_items, m, k].
@@ -176,10 +178,10 @@ def matmul_items(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gemm_dtype(device: torch.device) -> torch.dtype:
-    """What dequantised weights are kept in on ``device``.
+    """Dtype of dequantised weights on ``device``.
 
-    Every FP8 and FP4 weight is exact in bf16, so bf16 loses nothing; a CPU without bf16 instructions is many times slower with
-    it than with fp32, which gives the same products summed in the same precision.
+    Every FP8 and FP4 weight is exact in bf16.  A CPU without bf16 instructions is many times slower with bf16 than with fp32,
+    which gives the same products, summed in the same precision.
     """
     if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16
@@ -189,7 +191,7 @@ def gemm_dtype(device: torch.device) -> torch.dtype:
 def linear_bf16(x: Tensor, weight: Tensor) -> Tensor:
     """Linear layer with a bf16 (or fp32) weight, upcast, summed and returned in the accumulation dtype.
 
-    Router, compressor, index head weights, hyper-connection maps, LM head.
+    Used for router, compressor, index head weights, hyper-connection maps and LM head.
 
     Args:
         x: [num_tokens, in_width] bf16, fp32 or fp64.

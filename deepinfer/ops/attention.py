@@ -1,9 +1,9 @@
-"""Attention over two sources of keys: a sliding window of records, and compressed entries that an indexer picks.
+"""Attention over two sources of keys: a sliding window of records, and compressed entries that an indexer chooses.
 
-Compressed entries of a step are addressed by *step rows*: the pages of all requests of the step stand one behind the other in
-``page_ids``; entry e of a request whose first page stands at f is row f * page_entries + e.  A list of rows is ascending and
-padded with -1.  A list that could not be chosen because a score is NaN begins with -2, which reads a NaN: a choice among numbers
-that are none must not look like a choice.
+*Entry indices* address the compressed entries of a step.  ``page_ids`` holds the pages of all requests of the step, concatenated.
+If the first page of a request has index f in ``page_ids``, its entry e has the entry index f * page_entries + e.  A list of entry
+indices is ascending and padded with -1.  If a score is NaN, no entries can be chosen and the list begins with -2.  The index -2
+reads a NaN key, so that the result is NaN and not a wrong choice.
 
 Source: model report, attention section; ``sliding_window``, ``compress_ratios``, ``index_topk``, ``candidate_*``.
 """
@@ -32,24 +32,24 @@ from deepinfer.ops.quant import (
 )
 
 _GATHER_BYTES = 8 << 20
-"""Keys gathered at a time in :func:`sparse_attention`: what stays in a CPU's last-level cache."""
+"""Bytes of keys that :func:`sparse_attention` gathers at a time; they fit into a CPU's last-level cache."""
 _SCORE_ROWS = 64
 _SCORE_KEYS = 64
-"""Shape of every index score product: query rows (token, head) and keys; fixed, for batch invariance."""
+"""Shape of every index score product: (token, head) pairs and keys.  It is fixed for batch invariance."""
 _SCORE_TILES = 1024
-"""Most (request, key tile) pairs of one batched index score product."""
+"""Largest number of (request, key tile) pairs in one batched index score product."""
 _UNKNOWN = -2
-"""Entry of a list of rows that could not be chosen."""
+"""First index of a list that could not be chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where one chunk stands in a step; plain host numbers.
+    """Rows and pages of one chunk in a step, as host numbers.
 
     Attributes:
-        first_row, num_rows: its tokens in the step.
-        start: position of the first of them.
-        first_page, num_pages: its pages in ``page_ids``.
+        first_row, num_rows: rows of the chunk.
+        start: position of its first token.
+        first_page, num_pages: indices of its pages in ``page_ids``.
     """
 
     first_row: int
@@ -61,13 +61,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Whose tokens the rows of a step are.
+    """Rows and pages of each request of a step.
 
     Attributes:
-        chunks: requests whose rows the host knows; they come first, in order.
-        round_pages: [num_rounds] pages of each request whose rows only the device knows: an anchor and drafts.
-        first_pages: [num_rounds] int64, where those pages begin in ``page_ids``.
-        round_rows: [num_rounds, width] int64, rows of each round's tokens; num_tokens where it has fewer.
+        chunks: rows and pages of the chunks; the host knows them, and they come first.
+        round_pages: [num_rounds] number of pages of each round; only the device knows the rows of a round.
+        first_pages: [num_rounds] int64, index of each round's first page in ``page_ids``.
+        round_rows: [num_rounds, width] int64, rows of each round's tokens; num_tokens after the last token of a round.
         positions: [num_tokens] int64.
     """
 
@@ -85,7 +85,7 @@ class IndexStore:
     Attributes:
         values: [num_pages, page_entries, value_bytes] uint8.
         scales: [num_pages, page_entries, scale_bytes] uint8.
-        ratio: tokens an entry stands for.
+        ratio: tokens per entry.
         head_dim: width of a key.
     """
 
@@ -121,7 +121,7 @@ class CompressorWeights:
 
 @op(tolerance=1e-5)
 def compress_project(x: Tensor, weights: CompressorWeights) -> Tensor:
-    """What each token brings to its entry: [num_tokens, head_dim or 2 * head_dim] in the accumulation dtype.
+    """Project each token for its entry: [num_tokens, head_dim or 2 * head_dim] in the accumulation dtype.
 
     Args:
         x: [num_tokens, hidden], the attention input.
@@ -129,26 +129,27 @@ def compress_project(x: Tensor, weights: CompressorWeights) -> Tensor:
     return linear_bf16(x, weights.kv)
 
 
-# 1e-3: of a latent's bf16 elements 1e-4 round the other way (see norm).  Where one does, the index key moves by 2^-8 / sqrt(512)
-# of its RMS: one in ten of its bf16 elements rounds the other way, and one in 64 of these to another E2M1 code.
+# 1e-3: 1e-4 of a latent's bf16 elements round to another number (see norm).  One such element changes the index key by
+# 2^-8 / sqrt(512) of its RMS.  Then one in ten of the key's bf16 elements rounds to another number, and one in 64 of these has
+# another E2M1 code.
 @op(tolerance=(Codes("main", share=1e-3), Codes("index", share=1e-3)))
 def compress(
     raw: Tensor, previous: Tensor | None, weights: CompressorWeights, rotation: Rotation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Make the entry that each token completes; rows of tokens that complete none are meaningless and must be dropped.
+    """Make the entry that each token completes.  For a token that completes no entry the result is meaningless: drop it.
 
     Args:
-        raw: [num_tokens, head_dim or 2 * head_dim] of :func:`compress_project`.
-        previous: the same of the token before, at ratio 2.
-        rotation: at the first position of each token's entry.
-        dtype: of the activations (bf16 or fp64).
+        raw: [num_tokens, head_dim or 2 * head_dim], result of :func:`compress_project`.
+        previous: the same for the token before, at ratio 2; else None.
+        rotation: rotation at the first position of each token's entry.
+        dtype: dtype of the activations (bf16 or fp64).
 
     Returns:
         main: [num_tokens, main record bytes] uint8.
         index: [num_tokens, index record bytes] uint8.
 
-    Source: ratio 2 pools two tokens by a softmax per dim over their gates, no positional term; index keys are projected from the
-    unrotated latent.
+    Source: ratio 2 pools two tokens by a softmax per dim over their gates, without positional term; index keys are projected
+    from the unrotated latent.
     """
     if previous is None:
         pooled = raw
@@ -166,8 +167,8 @@ def compress(
 # ----------------------------------------------------------------------------------------------------------------------- indexer
 
 
-# 1e-3: a sum in another order rounds to another bf16 number in one of 100 elements at most, and one in 64 of these to another
-# E2M1 code.  2^-5: the head weights are rounded to bf16, and that is its step for a weight of 4 to 8 RMS.
+# 1e-3: with a sum in another order, at most one of 100 elements rounds to another bf16 number, and one in 64 of these has another
+# E2M1 code.  2^-5: the head weights are rounded to bf16, and 2^-5 RMS is the step of bf16 for a weight of 4 to 8 RMS.
 @op(tolerance=(Codes("mxfp4", share=1e-3), 2.0**-5))
 def index_query(
     q_latent8: QuantisedRows, x: Tensor, wq_b: PackedWeight, weights_proj: Tensor, rotation: Rotation
@@ -179,11 +180,11 @@ def index_query(
         x: [num_tokens, hidden], the attention input.
         wq_b: [index_n_heads * index_head_dim, q_lora_rank].
         weights_proj: [index_n_heads, hidden] wide.
-        rotation: at the tokens' positions.
+        rotation: rotation at the tokens' positions.
 
     Returns:
         q: [num_tokens, index_n_heads, index_head_dim] on the MXFP4 grid, in x's dtype.
-        head_weights: [num_tokens, index_n_heads] wide, the softmax scale folded in.
+        head_weights: [num_tokens, index_n_heads] wide, multiplied by the softmax scale.
     """
     num_heads = weights_proj.shape[0]
     q = linear_fp8.reference(q_latent8, wq_b).unflatten(1, (num_heads, -1))
@@ -196,11 +197,11 @@ class _Scored:
     """Scores of some tokens of a step.
 
     Attributes:
-        rows: [num_rows] int64 which tokens, or a slice of them; num_tokens stands for none.
-        scores: [num_rows, num_entries] wide; -inf where an entry is not visible yet.  Every row's columns are the entries of its
+        rows: [num_rows] int64 rows of the tokens, or a slice of rows; num_tokens where there is no token.
+        scores: [num_rows, num_entries] wide; -inf for entries that are not visible.  The columns are the entries of the token's
             own request.
-        visible: [num_rows, 1] int64 entries that each token sees.
-        first_entries: [num_rows, 1] int64 step row of each token's first entry.
+        visible: [num_rows, 1] int64 number of entries that each token sees.
+        first_entries: [num_rows, 1] int64 entry index of the first entry of each token's request.
     """
 
     rows: slice | Tensor
@@ -209,12 +210,12 @@ class _Scored:
     first_entries: Tensor
 
     def entry_idx(self, entries: Tensor) -> Tensor:
-        """Step rows of entry numbers [num_rows, count]; -1 and -2 stay."""
+        """Entry indices of entry numbers [num_rows, count]; -1 and -2 are kept."""
         return torch.where(entries >= 0, entries + self.first_entries, entries)
 
 
 def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans) -> Iterator[_Scored]:
-    """Scores of all tokens of a step: a chunk at a time, rounds many at a time."""
+    """Scores of all tokens of a step: one chunk at a time, many rounds at a time."""
     for span in spans.chunks:
         yield _score_chunk(q, head_weights, store, page_ids, span)
     if spans.round_pages:
@@ -224,7 +225,7 @@ def _scored(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor
 
 
 def _runs(round_pages: Sequence[int], page_entries: int) -> Iterator[tuple[int, int]]:
-    """Rounds that are scored together, first and behind the last: neighbours, as long as padding to the longest is cheap."""
+    """Yield (first, end) of neighbouring rounds that are scored together, as long as padding to the longest is cheap."""
     first = longest = 0
     for number, num_pages in enumerate(round_pages):
         tiles = -(-num_pages * page_entries // _SCORE_KEYS)
@@ -260,9 +261,9 @@ def _weigh(dots: Tensor, weights: Tensor) -> Tensor:
 
 
 def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans, which: slice) -> _Scored:
-    """Scores of some rounds; the products have the shape that :func:`_score_chunk` gives them.
+    """Scores of some rounds; the products have the same shape as in :func:`_score_chunk`.
 
-    ``q`` and ``head_weights`` have a row of zeros behind the last token, for tokens that a round lacks.
+    The last row of ``q`` and ``head_weights`` is zero.  It is used for tokens that a round does not have.
     """
     num_heads, head_dim = q.shape[1:]
     page_entries, wide = store.values.shape[1], head_weights.dtype
@@ -270,7 +271,7 @@ def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: 
     count, width = rows.shape
     num_pages = max(spans.round_pages[which])
     num_entries = num_pages * page_entries
-    # A round with fewer pages sees others' behind its own, and none of their entries.
+    # A round with fewer pages also reads pages of the next rounds, but their entries are not visible to it.
     pages = (first_pages + torch.arange(num_pages, device=q.device)).clamp_max(page_ids.shape[0] - 1)
     key_tiles = _key_tiles(store, page_ids[pages], num_entries, wide)
     num_tiles = key_tiles.shape[1]
@@ -300,7 +301,7 @@ def _score_rounds(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: 
 
 
 def _score_chunk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, span: Span) -> _Scored:
-    """Scores of one chunk, a tile of tokens at a time against the keys that its last token sees."""
+    """Scores of one chunk; each tile of tokens is multiplied with the keys that the tile's last token sees."""
     num_heads, head_dim = q.shape[1:]
     wide = head_weights.dtype
     num_entries = (span.start + span.num_rows) // store.ratio
@@ -334,7 +335,7 @@ def _score_chunk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: T
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Columns of the ``count`` highest scores of each row: ascending, -1 padded; equal scores by lower column; never -inf.
+    """Columns of the ``count`` highest scores of each row: ascending, padded with -1; equal scores by lower column; never -inf.
 
     Args:
         scores: [num_rows, num_columns].
@@ -349,40 +350,40 @@ def _best(scores: Tensor, count: int) -> Tensor:
     if num_columns <= count:
         chosen, largest = finite, scores.amax(1, keepdim=True)
     else:
-        values = torch.topk(scores, count, dim=1).values  # a NaN comes first
+        values = torch.topk(scores, count, dim=1).values  # a NaN sorts first
         largest, last = values[:, :1], values[:, -1:]
         above = scores > last
         level = (scores == last) & finite
         room = count - above.sum(1, keepdim=True, dtype=torch.int32)
         chosen = above | (level & (level.cumsum(1, dtype=torch.int32) <= room))
-    slot = torch.where(chosen, chosen.cumsum(1, dtype=torch.int32) - 1, count).long()
+    place = torch.where(chosen, chosen.cumsum(1, dtype=torch.int32) - 1, count).long()
     columns = torch.arange(num_columns, device=scores.device).expand(num_rows, -1)
-    best = torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, slot, columns)[:, :count]
+    best = torch.full((num_rows, count + 1), -1, device=scores.device).scatter_(1, place, columns)[:, :count]
     best[:, :1].masked_fill_(largest.isnan(), _UNKNOWN)
     return best
 
 
 def _none(q: Tensor, count: int) -> Tensor:
-    """[num_tokens + 1, count] int64: nothing chosen for any token; the last row takes what belongs to none."""
+    """[num_tokens + 1, count] int64 of -1; the last row receives the results of tokens that do not exist."""
     return torch.full((q.shape[0] + 1, count), -1, device=q.device)
 
 
 @op(tolerance=0.0)
 def index_topk(q: Tensor, head_weights: Tensor, store: IndexStore, page_ids: Tensor, spans: Spans, top_k: int) -> Tensor:
-    """Choose each token's entries: the ``top_k`` of highest score among those it may see.
+    """Choose each token's entries: the ``top_k`` visible entries with the highest scores.
 
     score(t, j) = sum over heads of weight * max(0, q . key), for entries j < (position + 1) // ratio.
 
     Args:
         q: [num_tokens, index_n_heads, index_head_dim] on the MXFP4 grid.
         head_weights: [num_tokens, index_n_heads] wide.
-        store: index keys, this step's included.
+        store: index keys, including those of this step.
         page_ids: [num_step_pages] int64.
-        spans: whose tokens the rows are.
+        spans: rows and pages of each request.
         top_k: entries per token.
 
     Returns:
-        [num_tokens, top_k] int64 step rows.
+        [num_tokens, top_k] int64 entry indices.
 
     Tolerance: exact given the scores; a backend may differ only among scores closer than its own rounding.
     """
@@ -403,17 +404,17 @@ def index_blocks(
     top_blocks: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`index_topk`, and from the same scores the candidate blocks that later layers choose within.
+    """Choose entries as :func:`index_topk` does, and from the same scores the candidate blocks for later layers.
 
-    A block's score is the best of its visible entries; the block of the newest visible entry is always among the best.
+    A block's score is the highest score of its visible entries.  The block of the newest visible entry is always chosen.
 
     Args:
         top_blocks: candidate blocks per token.
-        block_size: consecutive entries a block.
+        block_size: number of consecutive entries in a block.
 
     Returns:
-        rows: [num_tokens, top_k] int64 step rows.
-        blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, -1 padded.
+        entry_idx: [num_tokens, top_k] int64 entry indices.
+        blocks: [num_tokens, top_blocks] int64 block numbers within the request, ascending, padded with -1.
     """
     chosen, blocks = _none(q, top_k), _none(q, top_blocks)
     for part in _scored(q, head_weights, store, page_ids, spans):
@@ -422,7 +423,7 @@ def index_blocks(
         block_scores = padded.unflatten(1, (-1, block_size)).amax(-1)
         newest = (part.visible - 1) // block_size
         is_newest = torch.arange(block_scores.shape[1], device=q.device) == newest
-        # Without a mark: what cannot be chosen here is marked in ``rows``.
+        # No -2 here: ``entry_idx`` already marks a token whose entries cannot be chosen.
         blocks[part.rows] = _best(block_scores.masked_fill(is_newest, torch.inf), top_blocks).clamp_min(-1)
     return chosen[:-1], blocks[:-1]
 
@@ -438,13 +439,13 @@ def index_topk_within(
     blocks: Tensor,
     block_size: int,
 ) -> Tensor:
-    """:func:`index_topk` among the entries of each token's candidate blocks.
+    """Choose entries as :func:`index_topk` does, but only in each token's candidate blocks.
 
     Args:
-        blocks: [num_tokens, top_blocks] int64 of :func:`index_blocks`, for the same tokens.
+        blocks: [num_tokens, top_blocks] int64, result of :func:`index_blocks` for the same tokens.
 
     Returns:
-        [num_tokens, top_k] int64 step rows.
+        [num_tokens, top_k] int64 entry indices.
     """
     chosen = _none(q, top_k)
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, 1), value=-1)
@@ -471,10 +472,10 @@ def _key_table(
     head_dim: int,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Every key that a step may read, decoded, and the indices of each token's keys in it.
+    """Decode every key that a step reads into one table, and find the indices of each token's keys in it.
 
-    The last row is zero: list padding (-1) lands there, so that a masked key is a finite zero whatever the caches hold.  The row
-    before it is NaN, for lists that could not be chosen (-2).
+    The last key is zero.  The padding -1 selects it, so a masked key is finite whatever the caches hold.  The key before it is
+    NaN; -2 selects it.
 
     Returns:
         table: [num_keys + 2, head_dim] wide.
@@ -487,7 +488,7 @@ def _key_table(
         if page_ids.shape[0] * page_entries <= entry_idx.numel():
             parts.append(decode_main(store[page_ids].flatten(0, 1), head_dim, wide))
             table_idx = entry_idx
-        else:  # long contexts: decode what is read instead of all there is
+        else:  # long contexts: decode only the entries that are read
             flat = entry_idx.flatten().clamp_min(0)
             parts.append(decode_main(store[page_ids[flat // page_entries], flat % page_entries], head_dim, wide))
             table_idx = torch.arange(flat.shape[0], device=flat.device).view_as(entry_idx)
@@ -512,14 +513,14 @@ def sparse_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16 or fp64, not rotated yet.
-        rotation: at the tokens' positions.
+        rotation: rotation at the tokens' positions.
         sinks: [num_heads] wide; a logit that only enlarges the denominator.
         window: [num_window_keys, window record bytes] uint8.
-        window_idx: [num_tokens, num_window_keys] int64 into ``window``, ascending positions, -1 where there is none;
-            ``sliding_window`` of them, and a draft block's own on top.
+        window_idx: [num_tokens, count] int64 indices into ``window``, ascending positions, -1 for no key; count is
+            ``sliding_window``, in a draft plus the width of a block.
         store: [num_pages, page_entries, main record bytes] uint8, or None in window-only layers.
         page_ids: [num_step_pages] int64.
-        entry_idx: [num_tokens, top_k] int64 indices of entries in the step, or None.
+        entry_idx: [num_tokens, top_k] int64 entry indices, or None.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype, rotated back at the tokens' positions.

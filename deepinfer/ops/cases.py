@@ -1,10 +1,11 @@
-"""Arguments to try every operator with: shapes, edges, and which of them are rows.
+"""Test arguments of every operator: sizes, edge cases, and which arguments have rows.
 
-Tests of a backend compare it with the reference on these cases; timings of an operator take the same ones with more rows.  Sizes
-come from a model's configuration, so that one table serves the miniature on a CPU and kernels that are built for one shape.
+Tests compare a backend with the reference on these cases.  Timings of an operator use the same cases with more rows.  Sizes come
+from a model's configuration, so the same cases serve a small model on a CPU and kernels that are built for one shape.
 
-Numbers are drawn on the CPU and then moved: a seed means the same arguments on every device.  Weights are packed and activations
-quantised by the bound backend, out of numbers that the reference rounds: two backends see equal values in layouts of their own.
+Numbers are drawn on the CPU and then copied, so a seed gives the same arguments on every device.  The reference rounds the
+numbers; then the bound backend packs weights and quantises activations.  So two backends get equal values, each in its own
+layout.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ NUM_ROWS = {"one row": 1, "odd rows": 7, "a tile and a row": arithmetic.ROW_TILE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """Where the numbers of a case come from.
+    """Source of the numbers of a case.
 
     Attributes:
-        config: sizes.
-        generator: on the CPU.
-        device: of the arguments.
-        dtype: of activations, bf16 or fp64.
+        config: configuration with the sizes.
+        generator: random generator on the CPU.
+        device: device of the arguments.
+        dtype: dtype of activations, bf16 or fp64.
     """
 
     config: ModelConfig
@@ -48,7 +49,7 @@ class Draw:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of sums, statistics and unquantised weights."""
+        """Dtype of sums, statistics and unquantised weights."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -58,11 +59,11 @@ class Draw:
         return self.config.vision
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers, activations unless ``dtype`` says otherwise."""
+        """Standard normal numbers in ``dtype``; without it, in the dtype of activations."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.device, dtype or self.dtype)
 
     def weight(self, *shape: int) -> Tensor:
-        """An unquantised matrix that keeps the size of what it is multiplied with, in the accumulation dtype."""
+        """An unquantised matrix of variance 1 / fan-in, in the accumulation dtype."""
         return self.normal(*shape, dtype=self.wide) / math.sqrt(shape[-1])
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -83,7 +84,7 @@ class Draw:
 
     @property
     def gemm_dtype(self) -> torch.dtype:
-        """Of dequantised weights."""
+        """Dtype of dequantised weights."""
         return torch.float64 if self.dtype == torch.float64 else arithmetic.gemm_dtype(self.device)
 
     def fp8(self, *shape: int) -> quant.PackedWeight:
@@ -95,14 +96,14 @@ class Draw:
         return quant.repack_fp4(*self._packed(quant.pack_fp4, shape), self.gemm_dtype)
 
     def rotation(self, num_rows: int) -> norm.Rotation:
-        """Of random positions."""
+        """Rotation at random positions."""
         config = self.config
         frequencies = norm.rope_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
         positions = self.integers(0, config.max_position_embeddings, num_rows)
         return norm.Rotation.at(positions, frequencies.to(self.device, self.wide))
 
     def mix(self, num_rows: int) -> norm.Mix:
-        """Stream weights of the size that a network has."""
+        """A random mix with the magnitudes of a network."""
         n = self.config.hc_mult
         comb = torch.softmax(self.normal(num_rows, n, n, dtype=self.wide), -1)
         return norm.Mix(pre=self.uniform(num_rows, n), post=2 * self.uniform(num_rows, n), comb=comb)
@@ -113,12 +114,12 @@ class Case:
     """One way to call an operator.
 
     Attributes:
-        op: which.
-        name: what is special about it; unique for the operator.
+        op: the operator.
+        name: what is special about the case; unique for the operator.
         build: makes the arguments for a number of rows.
-        num_rows: how many the tests take.
-        take: arguments for the rows named by an index only, in the index's order; every tensor of the result must then hold
-            those rows of the whole result, bit for bit.  None where rows belong together.
+        num_rows: number of rows in tests.
+        take: makes the arguments for only those rows that an index selects, in the order of the index.  Every tensor of the
+            result must hold the same rows of the whole result, bit for bit.  None if rows depend on each other.
     """
 
     op: Op[..., Any]
@@ -129,7 +130,7 @@ class Case:
 
 
 def tensors(value: object) -> list[Tensor]:
-    """All tensors of an argument or a result, in order: of a tuple, of a dict, of a dataclass; values of quantised rows."""
+    """All tensors in an argument or a result (a tensor, quantised rows, a dict, a tuple or a dataclass), in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, quant.QuantisedRows):
@@ -156,7 +157,7 @@ def _pick(value: object, index: Tensor) -> object:
 
 
 def rows(*names: str) -> Callable[[Arguments, Tensor], Arguments]:
-    """A ``Case.take`` for operators whose arguments ``names`` have rows, all others none."""
+    """A ``Case.take`` that selects rows of the arguments ``names``; the other arguments have no rows."""
 
     def take(arguments: Arguments, index: Tensor) -> Arguments:
         return arguments | {name: _pick(arguments[name], index) for name in names}
@@ -179,7 +180,7 @@ def _sizes(
 
 
 def _edges(draw: Draw, width: int) -> Tensor:
-    """Rows that quantisers stumble over: zeros of both signs, ties, scales just at a power of two, far too small and large."""
+    """Edge cases of quantisers: zeros of both signs, ties, scales at a power of two, very small and very large values."""
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -2.5, -0.0, 0.0], dtype=torch.float64)
     base = torch.cat([ties, torch.linspace(-448, 448, width, dtype=torch.float64)])[:width]
     powers = torch.exp2(torch.arange(width, dtype=torch.float64) % 40 - 20)
@@ -368,8 +369,7 @@ def _compressor_cases() -> Iterator[Case]:
 
 
 def _spans(num_rows: int, page_tokens: int, far: int, device: torch.device) -> attention.Spans:
-    """A step of up to three requests: a prompt's beginning, a chunk that goes on from an odd position, and a round behind a long
-    context."""
+    """A step of up to three requests: a chunk from position 0, a chunk from an odd position, and a round after a long context."""
     in_round = min(2, num_rows)
     first, second = (num_rows - in_round) // 2, num_rows - in_round - (num_rows - in_round) // 2
     counts = [(0, first), (page_tokens + 1, second)]
@@ -393,7 +393,7 @@ def _spans(num_rows: int, page_tokens: int, far: int, device: torch.device) -> a
 
 
 def _one_round_each(arguments: Arguments, index: Tensor) -> Arguments:
-    """``Case.take`` of the choosing operators: every token a round of its own, on the same pages."""
+    """``Case.take`` of the operators that choose entries: every token becomes a round of its own with the same pages."""
     spans: attention.Spans = arguments["spans"]
     owners = [(span.first_page, span.num_pages) for span in spans.chunks for _ in range(span.num_rows)]
     owners += [(int(spans.first_pages[0]), spans.round_pages[0])] * (len(spans.positions) - len(owners))
@@ -410,7 +410,7 @@ def _one_round_each(arguments: Arguments, index: Tensor) -> Arguments:
 
 
 def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Arguments:
-    """What the choosing operators share: a store in shuffled pages, too long for all its entries to be chosen."""
+    """Arguments of all operators that choose entries: a store in shuffled pages, with more entries than are chosen."""
     config = draw.config
     page_tokens = config.sliding_window
     page_entries = page_tokens // ratio
@@ -424,7 +424,7 @@ def _index(draw: Draw, num_rows: int, *, ratio: int, has_ties: bool) -> Argument
         head_weights = head_weights.round()
     records = quant.encode_index(draw.normal((num_pages + 1) * page_entries, config.index_head_dim))
     split = config.index_head_dim // 2
-    # Both parts lie in one pool, values of a page before its scales, so that neither is contiguous.
+    # In the pool the values of a page come before its scales, so neither part is contiguous.
     by_page = records.unflatten(0, (num_pages + 1, page_entries))
     pool = torch.cat([by_page[..., :split].flatten(1), by_page[..., split:].flatten(1)], dim=1)
     border = page_entries * split
@@ -465,7 +465,7 @@ def _index_cases() -> Iterator[Case]:
         arguments = blocks(draw, num_rows, has_ties)
         chosen = attention.index_blocks.reference(**arguments)[1]
         del arguments["top_blocks"]
-        other_query = quant.round_mxfp4(arguments["q"].flip(-1))  # the layer above asks otherwise
+        other_query = quant.round_mxfp4(arguments["q"].flip(-1))  # a later layer has another query
         return arguments | {"blocks": chosen, "q": other_query}
 
     yield from _sizes(attention.index_query, query, rows("q_latent8", "x", "rotation"))
@@ -480,7 +480,7 @@ def _index_cases() -> Iterator[Case]:
 
 def _attention_cases() -> Iterator[Case]:
     def attend(draw: Draw, num_rows: int, num_pages: int, is_full: bool) -> Arguments:
-        """``num_pages`` entries pages (0: a window-only layer); lists are full, or of random length with some empty."""
+        """``num_pages`` pages of entries (0: a window-only layer); lists are full, or have random lengths, 0 included."""
         config = draw.config
         page_entries, reach = config.sliding_window, config.sliding_window
         record_pool = quant.encode_main(draw.normal((num_pages + 1) * page_entries, config.head_dim))
@@ -514,7 +514,7 @@ def _attention_cases() -> Iterator[Case]:
         }
 
     def draft(draw: Draw, num_rows: int) -> Arguments:
-        """Blocks of one request: every token sees the whole context, of random length, and its whole block in both directions."""
+        """Draft blocks: every token sees its block's context, of random length, and all tokens of its block."""
         config, width = draw.config, draw.config.dspark_block_size
         reach = config.sliding_window
         num_blocks = -(-num_rows // width)
@@ -582,7 +582,7 @@ def _engram_cases() -> Iterator[Case]:
 
 
 def _take_picks(arguments: Arguments, index: Tensor) -> Arguments:
-    """``Case.take`` of the experts: picks are sorted anew."""
+    """``Case.take`` of the experts: sorts the picks of the selected tokens again."""
     picks: moe.SortedPicks = arguments["picks"]
     num_experts = picks.counts.shape[0]
     by_expert = torch.repeat_interleave(torch.arange(num_experts, device=picks.counts.device), picks.counts)
@@ -609,13 +609,13 @@ def _moe_cases() -> Iterator[Case]:
         }
 
     def expert_ids(draw: Draw, num_rows: int, is_skewed: bool) -> Tensor:
-        """Distinct experts a token; in a skewed step the first few experts do all the work."""
+        """Distinct experts for each token; only the first few experts if ``is_skewed``."""
         config = draw.config
         num_hit = config.num_experts_per_tok + 1 if is_skewed else config.n_routed_experts
         priorities = torch.rand(num_rows, num_hit, generator=draw.generator)
         return priorities.argsort(1)[:, : config.num_experts_per_tok].to(draw.device)
 
-    def plan(draw: Draw, num_rows: int, is_skewed: bool = False) -> Arguments:
+    def picks(draw: Draw, num_rows: int, is_skewed: bool = False) -> Arguments:
         return {"expert_ids": expert_ids(draw, num_rows, is_skewed), "num_experts": draw.config.n_routed_experts}
 
     def experts(draw: Draw, num_rows: int, is_skewed: bool = False) -> Arguments:
@@ -644,9 +644,9 @@ def _moe_cases() -> Iterator[Case]:
     yield from _sizes(moe.route, route, rows("x", "is_image"))
     ties = partial(route, has_ties=True)
     yield Case(op=moe.route, name="ties", build=ties, num_rows=7, take=rows("x", "is_image"))
-    yield from _sizes(moe.sort_picks, plan)
+    yield from _sizes(moe.sort_picks, picks)
     yield from _sizes(moe.experts, experts, _take_picks)
-    yield Case(op=moe.sort_picks, name="few experts", build=partial(plan, is_skewed=True), num_rows=40)
+    yield Case(op=moe.sort_picks, name="few experts", build=partial(picks, is_skewed=True), num_rows=40)
     yield Case(op=moe.experts, name="few experts", build=partial(experts, is_skewed=True), num_rows=40, take=_take_picks)
     yield from _sizes(moe.shared_expert, shared, rows("x8"))
     yield from _sizes(moe.combine, combine, rows("parts", "shared"))
@@ -656,7 +656,7 @@ def _moe_cases() -> Iterator[Case]:
 
 
 def _sampling_rows(draw: Draw, num_rows: int, *, filters: bool) -> sampling.SamplingRows:
-    """Every kind of row in turn: greedy, warm, hot; with filters also top-k, top-p and min-p."""
+    """Rows of each kind in turn: temperatures 0, 0.7, 1 and 1.6; with ``filters`` also top-k, top-p and min-p."""
     kind = torch.arange(num_rows, device=draw.device)
     off = torch.zeros(num_rows, device=draw.device)
     return sampling.SamplingRows(
@@ -670,7 +670,7 @@ def _sampling_rows(draw: Draw, num_rows: int, *, filters: bool) -> sampling.Samp
 
 
 def _take_requests(arguments: Arguments, index: Tensor) -> Arguments:
-    """``Case.take`` of verification: requests with their packed rows of logits."""
+    """``Case.take`` of verification: selects requests with their packed rows of logits."""
     lens = arguments["draft_lens"]
     ends = (lens + 1).cumsum(0)
     packed = [torch.arange(int(ends[each] - lens[each] - 1), int(ends[each])) for each in index.tolist()]
@@ -708,7 +708,7 @@ def _sampling_cases() -> Iterator[Case]:
         return {"logits": scores(draw, num_rows, has_ties), "k": 20}
 
     def verify(draw: Draw, num_rows: int, has_logits: bool | None = None) -> Arguments:
-        """``num_rows`` requests; ``has_logits`` None leaves the argument out."""
+        """``num_rows`` requests; without the argument ``draft_logits`` if ``has_logits`` is None."""
         config = draw.config
         width = config.dspark_block_size
         lens = draw.integers(0, width + 1, num_rows)
@@ -747,7 +747,7 @@ def _sampling_cases() -> Iterator[Case]:
         }
 
     def rounds(draw: Draw, num_rows: int, has_ties: bool = False, budget: int = 2) -> Arguments:
-        """``budget`` drafts a round, some rounds with less room than that, some rows of nobody."""
+        """A budget of ``budget`` drafts per round; some rounds have smaller caps, and some rows are padding."""
         width = draw.config.dspark_block_size
         confidences = draw.uniform(num_rows, width, dtype=torch.float32)
         return {
@@ -782,7 +782,7 @@ def _sampling_cases() -> Iterator[Case]:
 
 
 def _grid(num_rows: int) -> tuple[int, int]:
-    """An image of at least ``num_rows`` patches, not square if it has several."""
+    """Grid of at least ``num_rows`` patches; not square if it has several."""
     down = max(1, math.isqrt(num_rows) - 1)
     return down, -(-num_rows // down)
 
@@ -856,4 +856,4 @@ CASES: tuple[Case, ...] = (
     *_sampling_cases(),
     *_vision_cases(),
 )
-"""Every operator has at least one."""
+"""Every operator has at least one case."""

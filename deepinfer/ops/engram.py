@@ -1,4 +1,4 @@
-"""Engram: hashed n-gram rows looked up per token and gated into the streams.
+"""Engram: table rows of hashed n-grams, looked up per token and added to the streams with a gate.
 
 Source: model report, Engram section; ``engram_*`` keys.
 """
@@ -13,7 +13,7 @@ from deepinfer.ops.op import Codes, op
 from deepinfer.ops.quant import QuantisedRows, RoundedRows, unpack_table
 
 DEAD = -1
-"""In a list of compressed ids: no token there, or an image position."""
+"""Compressed id of a position without a token, and of an image position."""
 
 
 @op(tolerance=0.0)
@@ -21,10 +21,10 @@ def engram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tenso
     """Table rows of each token's n-grams.
 
     Args:
-        ids: [num_tokens, max_ngram] int64 compressed ids at positions t, t-1, …; :data:`DEAD` where there is none.
+        ids: [num_tokens, max_ngram] int64 compressed ids at positions t, t-1, …; :data:`DEAD` where there is no text token.
         multipliers: [max_ngram] int64, odd; products cannot overflow.
         primes, offsets: [max_ngram - 1, num_heads] int64.
-        pad_class: compressed id that stands for everything from the first dead position on.
+        pad_class: compressed id that is used from the first dead position on.
 
     Returns:
         [num_tokens, (max_ngram - 1) * num_heads] int64.
@@ -44,16 +44,17 @@ def engram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tenso
 # Share 0: the table's codes are copied.
 @op(tolerance=Codes("mxfp8", share=0.0))
 def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> QuantisedRows:
-    """Table rows, concatenated.
+    """Concatenate each token's table rows.
 
     Args:
-        codes: [table_idx, dim] float8_e4m3fn.
-        scale: [table_idx, dim / 32] uint8 UE8M0.
-        rows: [num_tokens, num_columns] int64.
-        dtype: of the activations.
+        codes: [num_table_rows, dim] float8_e4m3fn.
+        scale: [num_table_rows, dim / 32] uint8 UE8M0.
+        rows: [num_tokens, num_columns] int64, indices of table rows.
+        dtype: dtype of the activations.
 
     Returns:
-        [num_tokens, num_columns * dim] quantised, since a table's scales are never above those of its own values.
+        [num_tokens, num_columns * dim] quantised.  No value is rounded again, because a table's scales are never
+        above those of the quantiser.
     """
     flat = rows.flatten()
     picked = unpack_table(codes.view(torch.uint8)[flat].view(codes.dtype), scale[flat], dtype)
@@ -62,19 +63,19 @@ def engram_gather(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
 
 @op(tolerance=4e-3)
 def engram_gate(kv: Tensor, streams: Tensor, q_weight: Tensor, k_weight: Tensor, is_image: Tensor, eps: float) -> Tensor:
-    """Add the looked-up value to every stream, as far as stream and key agree.
+    """Add the looked-up value to every stream, times a gate that measures how well stream and key agree.
 
     Args:
         kv: [num_tokens, (n + 1) * hidden] bf16 or fp64: a key per stream, then the value.
         streams: [num_tokens, n, hidden], same dtype.
         q_weight, k_weight: [n, hidden] wide.
-        is_image: [num_tokens] bool; their gate is 0.
-        eps: of the two RMS.
+        is_image: [num_tokens] bool; the gate of image positions is 0.
+        eps: added to both mean squares.
 
     Returns:
         [num_tokens, n, hidden], rounded to the streams' dtype.
 
-    Source: gate = sigmoid(sign(d) sqrt(max(|d|, 1e-6))), d the scaled product of the normed stream and key.
+    Source: gate = sigmoid(sign(d) sqrt(max(|d|, 1e-6))); d is the scaled product of the normed stream and key.
     """
     num_streams, hidden = streams.shape[1:]
     wide = q_weight.dtype

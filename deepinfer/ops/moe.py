@@ -1,4 +1,4 @@
-"""Mixture of experts: choose, compute, bring together.
+"""Mixture of experts: route, compute, combine.
 
 Source: model report, expert section; ``n_routed_experts``, ``num_experts_per_tok``, ``routed_scaling_factor``, ``swiglu_limit``.
 """
@@ -24,15 +24,15 @@ from deepinfer.ops.op import op
 from deepinfer.ops.quant import PackedWeight, QuantisedRows, RoundedRows, linear_fp8, round_mxfp8
 
 _TILE_WEIGHT_BYTES = 256 << 20
-"""Weights gathered at a time in :func:`_products_in_tiles`."""
+"""Bytes of weights that :func:`_products_in_tiles` gathers at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedPicks:
-    """Picks sorted by expert.
+    """Picks sorted by expert; a pick is a token with one of its chosen experts.
 
     Attributes:
-        order: [num_tokens * top_k] int64, flat pick numbers (token * top_k + choice), by expert, then by token.
+        order: [num_tokens * top_k] int64, flat pick numbers (token * top_k + choice), sorted by expert, then by token.
         counts: [num_experts] int64 picks per expert.
     """
 
@@ -58,13 +58,13 @@ def route(
         expert_ids: [num_tokens, top_k] int64, best first, equal scores by lower id.
         expert_weights: [num_tokens, top_k] wide.
 
-    A token that no experts can be chosen for, because a score or a bias is NaN, gets NaN for its weights.
+    If a score or a bias of a token is NaN, its weights are NaN.
 
     Source: score sqrt(softplus(gate x)); weight = scale * score / (sum of chosen + 1e-20).
     """
     scores = torch.sqrt(softplus(linear_bf16(x, gate)))
     steered = scores + torch.where(is_image.unsqueeze(1), bias_image, bias)
-    ordered, expert_ids = torch.sort(steered, dim=-1, descending=True, stable=True)  # a NaN comes first
+    ordered, expert_ids = torch.sort(steered, dim=-1, descending=True, stable=True)  # a NaN sorts first
     expert_ids = expert_ids[:, :top_k]
     chosen = torch.where(ordered[:, :1].isnan(), torch.nan, scores.gather(1, expert_ids))
     return expert_ids, scale * chosen / (row_sum(chosen) + 1e-20)
@@ -76,7 +76,7 @@ def sort_picks(expert_ids: Tensor, num_experts: int) -> SortedPicks:
 
     Args:
         expert_ids: [num_tokens, top_k] int64.
-        num_experts: experts there are.
+        num_experts: number of experts.
     """
     flat = expert_ids.flatten()
     order = torch.sort(flat, stable=True).indices
@@ -87,7 +87,7 @@ def sort_picks(expert_ids: Tensor, num_experts: int) -> SortedPicks:
 def _swiglu(gate_up: Tensor, weight: Tensor | None, limit: float) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, ±limit) * weight, rounded to MXFP8.
 
-    The routing weight multiplies before the quantiser of the down projection, as in the original program.
+    The routing weight is applied before the input of the down projection is quantised, as in the original program.
     """
     wide = accumulation_dtype(gate_up)
     gate, up = gate_up.to(wide).chunk(2, dim=-1)
@@ -102,12 +102,12 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, limit: float) -> Tensor:
 def experts(
     x8: QuantisedRows, expert_weights: Tensor, picks: SortedPicks, w13: PackedWeight, w2: PackedWeight, limit: float
 ) -> Tensor:
-    """Run every pick through its expert.
+    """Compute every pick with its expert.
 
     Args:
         x8: [num_tokens, hidden] quantised.
         expert_weights: [num_tokens, top_k] wide.
-        picks: of the same tokens.
+        picks: picks of the same tokens.
         w13: [num_experts, 2 * inter, hidden] gate rows, then up rows.
         w2: [num_experts, hidden, inter].
         limit: clamp of gate and up.
@@ -115,7 +115,7 @@ def experts(
     Returns:
         [num_tokens, top_k, hidden] in the dtype of activations, weighted.
 
-    Tolerance: one flipped rounding of the intermediate value moves it by up to 6 %.
+    Tolerance: if the intermediate value rounds to another code, it changes by up to 6 %.
     """
     x = x8.values()
     num_tokens, top_k = expert_weights.shape
@@ -127,7 +127,7 @@ def experts(
 
 
 def _products_of_hit_experts(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
-    """Each row [num_picks, in_width], sorted by expert, times its expert's matrix; reads the counts on the host."""
+    """Multiply ``rows`` [num_picks, in_width], sorted by expert, by their experts' matrices; reads the counts on the host."""
     parts, first = [rows.new_empty(0, dense.shape[1])], 0
     for expert, count in enumerate(picks.counts.tolist()):
         if count:
@@ -137,9 +137,9 @@ def _products_of_hit_experts(rows: Tensor, picks: SortedPicks, dense: Tensor) ->
 
 
 def _products_in_tiles(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
-    """:func:`_products_of_hit_experts` for a device that must not be waited for: the number of tiles is a worst case.
+    """The same as :func:`_products_of_hit_experts` without a host sync; the number of tiles is the worst case.
 
-    Every expert's rows start at a tile of their own; one tile has one expert, so that a batched product does all of them.
+    The rows of every expert start at a new tile.  So a tile has only one expert, and a batched product computes many tiles.
     """
     num_picks, (num_experts, out_width, in_width) = rows.shape[0], dense.shape
     num_tiles = num_picks // ROW_TILE + min(num_experts, num_picks)
@@ -162,7 +162,7 @@ def _products_in_tiles(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tenso
 
 @op(tolerance=2e-2)
 def shared_expert(x8: QuantisedRows, w13: PackedWeight, w2: PackedWeight, limit: float) -> Tensor:
-    """The expert that every token passes.
+    """The expert that computes every token.
 
     Args:
         x8: [num_tokens, hidden] quantised.

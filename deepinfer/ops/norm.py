@@ -1,7 +1,7 @@
-"""Hyper-connections, norms and rotations: everything that touches the residual streams.
+"""Hyper-connections, norms and rotations: the operators on the residual streams.
 
-Single-pass mHC: the weights that collapse the four streams for a sublayer come from the sublayer before it, so that writing a
-sublayer's output back, measuring the streams and collapsing them for the next sublayer is one pass.  Source: model report,
+Single-pass mHC: the weights that collapse the streams for a sublayer come from the sublayer before it.  So one pass writes a
+sublayer's output into the streams, measures them and collapses them for the next sublayer.  Source: model report,
 hyper-connection section; ``hc_mult``, ``hc_sinkhorn_iters``, ``hc_eps``.
 """
 
@@ -21,22 +21,22 @@ from deepinfer.ops.quant import QuantisedRows, RoundedRows, encode_window, round
 _FLIPPED = 1e-4
 """Share of quantised elements that may differ after an RMS norm.
 
-A statistic whose sum has another order is off by 2^-22, and so are all elements before they are rounded to bf16.  At most 2^-13
-of them then round the other way.  One in 16 of those lies on the border of two E4M3 codes, which makes 1e-5.  The rest is room
-for kernels with a faster reciprocal root."""
+A sum in another order changes the statistic by 2^-22, and so all elements before they are rounded to bf16.  At most 2^-13 of the
+elements then round to another bf16 number.  One in 16 of these lies on the border of two E4M3 codes: the share is 1e-5.  The
+larger limit leaves room for kernels with a faster reciprocal root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperWeights:
-    """What one sublayer needs around itself; ``wide`` is the accumulation dtype.
+    """Hyper-connection weights of one sublayer; ``wide`` is the accumulation dtype.
 
     Attributes:
-        fn: [2n + n^2, n * hidden] wide, the map from the flattened streams (n copies) to the raw numbers.
-        base, scale: [2n + n^2] wide, of each raw number; the checkpoint has one scale for each kind.
-        norm: [hidden] wide, the RMSNorm in front of the sublayer.
+        fn: [2n + n^2, n * hidden] wide, maps the flattened streams (n copies) to the raw numbers.
+        base, scale: [2n + n^2] wide, for each raw number; the checkpoint has one scale for each of pre, post and comb.
+        norm: [hidden] wide, weight of the RMSNorm before the sublayer.
         num_iterations: Sinkhorn column passes.
         eps: added to pre weights and Sinkhorn sums.
-        rms_eps: of all norms and stream statistics.
+        rms_eps: added to the mean square in norms and stream statistics.
     """
 
     fn: Tensor
@@ -50,12 +50,12 @@ class HyperWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """How one sublayer is tied into the streams, per token, in the accumulation dtype.
+    """How one sublayer reads and writes the streams, per token, in the accumulation dtype.
 
     Attributes:
         pre: [num_tokens, n] weights that collapse the streams for the *next* sublayer.
         post: [num_tokens, n] weights of the sublayer's output in each stream.
-        comb: [num_tokens, n, n] stream mixing, [source, target].
+        comb: [num_tokens, n, n] weights of source streams in target streams, [source, target].
     """
 
     pre: Tensor
@@ -69,12 +69,12 @@ class Mix:
 
 @op(tolerance=4e-3)
 def mhc_post(streams: Tensor, delta: Tensor, mix: Mix) -> Tensor:
-    """Write a sublayer's output back: X'_j = post_j y + sum_i comb_ij X_i.
+    """Write a sublayer's output into the streams: X'_j = post_j y + sum_i comb_ij X_i.
 
     Args:
         streams: [num_tokens, n, hidden] bf16 or fp64.
         delta: [num_tokens, hidden], the sublayer's output, same dtype.
-        mix: of the same sublayer.
+        mix: mix of the same sublayer.
 
     Returns:
         [num_tokens, n, hidden], rounded to the streams' dtype.
@@ -91,8 +91,8 @@ def mhc_pre(streams: Tensor, pre: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, T
 
     Args:
         streams: [num_tokens, n, hidden] bf16 or fp64.
-        pre: [num_tokens, n] wide, from the sublayer before (one-hot on copy 0 before the first).
-        fn: [2n + n^2, n * hidden] wide, of the sublayer that follows.
+        pre: [num_tokens, n] wide, from the sublayer before; one-hot on copy 0 for the first sublayer.
+        fn: [2n + n^2, n * hidden] wide, of the next sublayer.
 
     Returns:
         collapsed: [num_tokens, hidden] in the streams' dtype.
@@ -107,10 +107,11 @@ def mhc_pre(streams: Tensor, pre: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, T
 
 @op(tolerance=4e-3)
 def mhc_mix(streams: Tensor, delta: Tensor, mix: Mix, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`mhc_post` of one sublayer and :func:`mhc_pre` of the next, one read and one write of the streams.
+    """:func:`mhc_post` of one sublayer and :func:`mhc_pre` of the next; reads and writes the streams once.
 
     Returns:
-        streams, collapsed, raw, square_sum as of the two.
+        streams: as :func:`mhc_post`.
+        collapsed, raw, square_sum: as :func:`mhc_pre`.
     """
     streams = mhc_post.reference(streams, delta, mix)
     return streams, *mhc_pre.reference(streams, mix.pre, fn)
@@ -121,16 +122,16 @@ def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: Hype
     """Turn raw numbers into a sublayer's mix, and norm its input.
 
     Args:
-        raw, square_sum, collapsed: of :func:`mhc_pre`.
-        weights: of the sublayer.
+        raw, square_sum, collapsed: results of :func:`mhc_pre`.
+        weights: weights of the sublayer.
 
     Returns:
-        mix: of the sublayer.
+        mix: mix of the sublayer.
         x: [num_tokens, hidden] normed input.
         x8: the same, quantised for FP8 and FP4 linear layers.
 
-    Source: pre = sigmoid + eps, post = 2 sigmoid, comb = Sinkhorn of a row softmax with eps added to every sum, column passes
-    first and last.
+    Source: pre = sigmoid + eps; post = 2 sigmoid; comb = a softmax over the targets, then Sinkhorn passes with eps added to every
+    sum.  The first and the last pass normalise over the sources.
     """
     n = math.isqrt(raw.shape[1] + 1) - 1
     width = n * collapsed.shape[1]
@@ -141,7 +142,7 @@ def mhc_finish(raw: Tensor, square_sum: Tensor, collapsed: Tensor, weights: Hype
     logits = affine[:, 2 * n :].unflatten(1, (n, n))
     shares = torch.exp(logits - logits.amax(-1, keepdim=True))
     comb = shares / shares.sum(-1, keepdim=True) + weights.eps
-    # Tokens side by side fill a CPU's vectors; a GPU would then sum in an order that follows their number.
+    # With tokens in the last dimension a CPU uses its vector units.  On a GPU the order of sums would then depend on num_tokens.
     is_token_last = comb.device.type == "cpu"
     source, target = (0, 1) if is_token_last else (1, 2)
     if is_token_last:
@@ -187,7 +188,7 @@ def final_norm(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tens
 
 @op(tolerance=Codes("mxfp8", share=_FLIPPED))
 def norm8(x: Tensor, weight: Tensor, eps: float) -> QuantisedRows:
-    """RMSNorm of an input that only FP8 linear layers read, quantised.
+    """RMSNorm, then quantise; for an input that only FP8 linear layers read.
 
     Args:
         x: [num_rows, width] bf16 or fp64; width a multiple of 32.
@@ -203,9 +204,9 @@ def norm8(x: Tensor, weight: Tensor, eps: float) -> QuantisedRows:
 
 
 def rope_frequencies(rope_dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """Angles per position of each rotary pair: [rope_dim / 2] float64.
+    """Angle per position of each rotary pair: [rope_dim / 2] float64.
 
-    With ``scaling``, YaRN's ramp between base^(-2i/rope_dim) and the same divided by the factor; no attention temperature.
+    With ``scaling``: YaRN's ramp from base^(-2i/rope_dim) to the same divided by the factor, without attention temperature.
 
     Source: ``rope_theta``, ``compress_rope_theta``, ``rope_scaling``.
     """
@@ -238,7 +239,7 @@ class Rotation:
         return cls(cos=torch.cos(angles), sin=torch.sin(angles))
 
     def inverse(self) -> Rotation:
-        """The rotation back."""
+        """The inverse rotation."""
         return Rotation(cos=self.cos, sin=-self.sin)
 
     def rows(self, index: Tensor) -> Rotation:
@@ -251,10 +252,10 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
     Args:
         x: [num_tokens, width] or [num_tokens, num_heads, width] bf16 or fp64.
-        rotation: of the tokens' positions.
+        rotation: rotation at the tokens' positions.
 
     Returns:
-        Same shape and dtype; dims before the last rope_dim pass unchanged.
+        Same shape and dtype; only the last rope_dim dims change.
     """
     cos, sin = rotation.cos, rotation.sin
     if x.dim() == 3:
@@ -274,7 +275,7 @@ def qkv_norm(qkv: Tensor, q_weight: Tensor, kv_weight: Tensor, rotation: Rotatio
         qkv: [num_tokens, q_lora_rank + head_dim] bf16 or fp64.
         q_weight: [q_lora_rank] wide.
         kv_weight: [head_dim] wide.
-        rotation: at the tokens' positions.
+        rotation: rotation at the tokens' positions.
 
     Returns:
         q_latent8: [num_tokens, q_lora_rank] quantised; every consumer is an FP8 linear layer.
@@ -286,17 +287,17 @@ def qkv_norm(qkv: Tensor, q_weight: Tensor, kv_weight: Tensor, rotation: Rotatio
 
 @op(tolerance=Codes("window", share=_FLIPPED))
 def context_records(kv: Tensor, weights: Tensor, rotation: Rotation, eps: float) -> Tensor:
-    """Window records of every draft stage out of one fused key projection.
+    """Window records of every draft stage from one fused key projection.
 
     Args:
         kv: [num_tokens, num_stages * head_dim] bf16 or fp64.
         weights: [num_stages, head_dim] wide, the stages' key norms.
-        rotation: at the tokens' positions.
+        rotation: rotation at the tokens' positions.
 
     Returns:
         [num_tokens, num_stages, window record bytes] uint8.
 
-    Source: DSpark paper, draft context: RoPE(norm(wkv x)) with the stage's own wkv and norm, the same x for all stages.
+    Source: DSpark paper, draft context: RoPE(norm(wkv x)).  Each stage has its own wkv and norm; x is the same for all stages.
     """
     parts = kv.chunk(weights.shape[0], dim=1)
     return torch.stack([_record(part, weight, rotation, eps) for part, weight in zip(parts, weights, strict=True)], dim=1)

@@ -1,10 +1,11 @@
 """Operators: a signature, a torch body that defines the numbers, and backends that register faster bodies.
 
-``@op`` makes a module-level function an operator; calling it runs the bound implementation, which is the decorated body until
-:func:`bind` says otherwise.  A backend registers with ``@family.name.implement("backend")`` and is bound as a whole, once, before
-the model is built.
+``@op`` makes a module-level function an operator.  A call runs the bound implementation; before :func:`bind` this is the
+decorated body.  A backend registers its bodies with ``@family.name.implement("backend")``.  :func:`bind` binds all operators to
+one backend, once, before the model is built.
 
-Invariant: after ``bind(b)`` every operator runs its ``b`` implementation; a missing one is an error, never a fallback.
+Invariant: after ``bind(b)`` every operator runs its ``b`` implementation.  A missing implementation is an error; there is no
+fallback.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ _REGISTRY: dict[str, Op] = {}  # type: ignore[type-arg]
 _log = logging.getLogger(__name__)
 
 CodeFormat = Literal["mxfp8", "mxfp4", "window", "main", "index"]
-"""What a result of codes is: quantised activations (``mxfp8``), values on the grid of index queries (``mxfp4``), or a record."""
+"""Format of a result that consists of codes: quantised activations (``mxfp8``), values on the grid of index queries (``mxfp4``),
+or a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The tolerance of a result whose elements are codes of a number format: few elements differ, each by one code.
 
-    A rounding turns the smallest difference before it into a whole step.  So a distance says nothing about such a result; how
-    many elements differ does.
+    Rounding turns a tiny difference of its argument into a whole step.  So the size of a difference says nothing about such a
+    result; the number of differing elements does.
 
-    One code is one step of the format at the element.  Steps of E4M3 grow with the element; its smallest step is that of the
-    block's scale.  Quantised activations may have one scale per 128 elements instead of one per 32: a coarser scale only loses
-    small elements.  Elements below 2^-6 of the coarser scale are therefore not counted, but they too differ by one step of that
-    scale at most.  A record's scales are part of the format and do not differ, except where rounding decides: a power of two
-    where the block's largest element lies on the border of two scales, an E4M3 scale by one code in the same share of blocks.
+    One code is one step of the format at the element.  Steps of E4M3 grow with the element; the block's scale gives the smallest
+    step.  Quantised activations may have one scale per 128 elements instead of one per 32.  The coarser scale changes only small
+    elements.  So elements below 2^-6 of the coarser scale are not counted, but each may differ by one step of that scale at most.
+    The scales of a record are part of the format.  They may differ only where rounding decides: a power of two if the block's
+    largest element lies on the border of two scales, and an E4M3 scale by one code in the same share of blocks.
 
     Attributes:
-        format: of the result.
-        share: of the elements that may differ; one element may, however few there are, unless the share is 0.
+        format: format of the result.
+        share: share of the elements that may differ.  One element may always differ, unless the share is 0.
     """
 
     format: CodeFormat
@@ -51,9 +53,9 @@ class Codes:
 
 
 Tolerance: TypeAlias = float | Codes
-"""A number is the largest difference relative to the row's RMS, beyond one step of the result's dtype; 0 means equal bits.
+"""A number is the largest difference relative to the row's RMS, plus one step of the result's dtype; 0 means equal bits.
 
-The step belongs to the rounding of the result: a difference before it, however small, may turn it the other way."""
+The step allows for the rounding of the result: a tiny difference before the rounding may change the result by one step."""
 
 
 class Op(Generic[P, R]):
@@ -62,7 +64,7 @@ class Op(Generic[P, R]):
     Attributes:
         name: ``family.function``.
         reference: the decorated torch body.
-        tolerance: how far a backend may be from the reference: one for all outputs, or one for each.
+        tolerance: how much a backend may differ from the reference; one for all outputs, or one for each output.
         implementations: backend name -> body.
     """
 
@@ -94,7 +96,7 @@ class Op(Generic[P, R]):
 
 
 def op(*, tolerance: Tolerance | tuple[Tolerance, ...]) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a torch function an operator; ``tolerance`` (a tuple if outputs differ in it) is justified beside the body."""
+    """Make a torch function an operator; ``tolerance`` is a tuple if outputs have different ones.  A comment justifies it."""
 
     def wrap(body: Callable[P, R]) -> Op[P, R]:
         made = Op(body, tolerance)

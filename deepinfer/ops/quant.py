@@ -3,17 +3,17 @@
 Formats (bit layouts in :func:`pack_fp4` and :func:`pack_fp8`):
 
     E4M3    8-bit float, no infinities, largest 448
-    E2M1    4-bit float: sign and {0, .5, 1, 1.5, 2, 3, 4, 6}; two a byte, the even element in the low nibble
+    E2M1    4-bit float: sign and {0, .5, 1, 1.5, 2, 3, 4, 6}; two in a byte, the even element in the low nibble
     UE8M0   8-bit power of two, byte b is 2^(b-127); byte 255 is not a number
 
-Two numeric regimes share every body.  Production: activations bf16, sums fp32, one rounding at the end.  Exact: activations
-fp64 and nothing is rounded but by the quantisers themselves; golden values are checked in it.  The dtype of the activations
-decides.
+Every body serves two numeric regimes.  Production: activations are bf16, sums are fp32, and a result is rounded once.  Exact:
+activations are fp64 and only the quantisers round; golden values are checked in this regime.  The dtype of the activations
+selects the regime.
 
-Invariant: a block that holds a NaN is decoded to NaN somewhere, in every format: E2M1 has none, so its scale says it.
+Invariant: in every format, a block with a NaN decodes to at least one NaN.  E2M1 has no NaN, so the scale of such a block is NaN.
 
-Invariant: rows are independent, bit for bit.  A result for one row never depends on which rows stand beside it, so batching,
-chunking and padding cannot change anything (docs/decisions/0002).
+Invariant: rows are independent, bit for bit.  The result of a row does not depend on the other rows, so batching, chunking and
+padding change nothing (docs/decisions/0002).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _ceil_power_of_two(x: Tensor) -> Tensor:
-    """2^ceil(log2 x) of positive normal floats: adding all ones below the exponent carries into it unless they are zeros."""
+    """2^ceil(log2 x) of positive normal floats: adding a mantissa of ones carries into the exponent unless the mantissa is 0."""
     if x.dtype == torch.float64:
         return ((x.view(torch.int64) + ((1 << 52) - 1)) & -(1 << 52)).view(torch.float64)
     return ((x.view(torch.int32) + ((1 << 23) - 1)) & -(1 << 23)).view(torch.float32)
@@ -63,7 +63,7 @@ def _to_e4m3(x: Tensor) -> Tensor:
     """Round to nearest even on the E4M3 grid; input clamped to ±448."""
     x = x.clamp(-E4M3_MAX, E4M3_MAX)
     if x.dtype == torch.float64:
-        # The library converts through fp32, which would round twice; land on the grid (spacing 2^(e-3), e >= -6) here first.
+        # The library converts through fp32, which would round twice.  So round to the grid (spacing 2^(e-3), e >= -6) first.
         exponent = ((x.view(torch.int64) >> 52) & 0x7FF).clamp_min(1023 - 6) - 3
         quantum = (exponent << 52).view(torch.float64)
         x = torch.round(x / quantum) * quantum
@@ -121,7 +121,7 @@ def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = _blocks(x, 32)
     largest = blocks.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
     scale = _ceil_power_of_two(largest / E2M1_MAX)
-    scale = torch.where(largest.isnan(), largest, scale)  # no E2M1 code can say it
+    scale = torch.where(largest.isnan(), largest, scale)  # E2M1 has no code for NaN
     return _to_e2m1(blocks / scale), scale
 
 
@@ -129,7 +129,7 @@ def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_mxfp8(x: Tensor) -> Tensor:
-    """Round rows to E4M3 with one power-of-two scale per 32 values: what an FP8 or FP4 linear layer sees of its input.
+    """Round rows to E4M3 with one power-of-two scale per 32 values, as FP8 and FP4 linear layers read their input.
 
     Args:
         x: [..., width] bf16, fp32 or fp64; width a multiple of 32.
@@ -144,7 +144,7 @@ def round_mxfp8(x: Tensor) -> Tensor:
 
 
 def round_mxfp4(x: Tensor) -> Tensor:
-    """Round rows to E2M1 with one power-of-two scale per 32 values: index queries.
+    """Round rows to E2M1 with one power-of-two scale per 32 values, the format of index queries.
 
     Args:
         x: [..., width]; width a multiple of 32.
@@ -309,7 +309,7 @@ def unpack_table(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A quantised weight in the reference backend's layout: the checkpoint's bytes, and the values they stand for.
+    """A quantised weight in the reference backend's layout: the checkpoint's bytes, and the values that they encode.
 
     Attributes:
         codes: as stored (E4M3 or packed E2M1).
@@ -336,7 +336,7 @@ def repack_fp4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight
 
 @op(tolerance=0.0)
 def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """The checkpoint's codes and scale out of a packed weight, every bit; the inverse of ``repack_*``."""
+    """Codes and scale of a packed weight, bit for bit as in the checkpoint; the inverse of ``repack_*``."""
     return weight.codes, weight.scale
 
 
@@ -348,8 +348,8 @@ class QuantisedRows(Protocol):
     """Quantised activations: rows of E4M3 numbers with power-of-two scales, as FP8 and FP4 linear layers read them.
 
     The layout belongs to the backend.  The reference keeps the numbers (:class:`RoundedRows`); another backend may keep codes and
-    one scale per 128 of them.  Operators make these values and take them.  Code above ``ops/`` takes rows and passes them on; it
-    does not look inside.
+    one scale per 128 of them.  Operators make and read these values.  Code outside ``ops/`` selects rows and passes values on,
+    but does not read them.
     """
 
     def rows(self, index: Tensor) -> QuantisedRows:
@@ -357,7 +357,7 @@ class QuantisedRows(Protocol):
         ...
 
     def values(self) -> Tensor:
-        """[num_tokens, width] the numbers that the codes stand for, exact, in the dtype of activations.
+        """[num_tokens, width] the numbers that the codes encode, exact, in the dtype of activations.
 
         For bodies of the reference and for checks of a backend.
         """
@@ -383,10 +383,10 @@ class RoundedRows:
         return self.rounded
 
 
-# Share 0: the argument is rounded as it is.
+# Share 0: nothing is computed before the rounding.
 @op(tolerance=Codes("mxfp8", share=0.0))
 def quantise(x: Tensor) -> QuantisedRows:
-    """Quantise an input that no other operator quantises on its way.
+    """Quantise an input that no other operator has quantised.
 
     Args:
         x: [num_tokens, width] bf16 (or fp64); width a multiple of 32.
@@ -416,7 +416,7 @@ def linear_fp8(x8: QuantisedRows, weight: PackedWeight) -> Tensor:
 
 @op(tolerance=4e-3)
 def linear_fp8_grouped(x: Tensor, weight: PackedWeight) -> Tensor:
-    """One linear layer per group of heads (``wo_a``); its input stays unrounded, as in the original program.
+    """One linear layer per group of heads (``wo_a``); its input is not quantised, as in the original program.
 
     Args:
         x: [num_tokens, num_groups, in_width] bf16 (or fp64).

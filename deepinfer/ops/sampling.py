@@ -3,23 +3,21 @@
 Words used throughout:
 
     decided position   the absolute position of the token a row of logits decides, i.e. position of its input token + 1
-    anchor             the last emitted token of a request; its draft k (k = 1, 2, ...) stands at ``anchor position + k``
+    anchor             the last emitted token of a request; its draft k (k = 1, 2, ...) has position ``anchor position + k``
     packed rows        a request that verifies n drafts owns n + 1 consecutive rows of logits: its anchor's, then its drafts'
 
 All randomness is a pure function of (request seed, decided position, stream, draft index, vocabulary id), so nothing is stored
-and nothing has to be rolled back.  Streams are independent; sharing the noise of drafts and of emitted tokens would break the
-ratio test (DSpark paper, verification).
+and nothing has to be rolled back.  Streams are independent: if drafts and emitted tokens shared their noise, the ratio test would
+be wrong (DSpark paper, verification).
 
-Invariants: a row's result does not depend on the other rows, bit for bit (:func:`lay_out_rounds` excepted: ranking requests
-against each other is its purpose).  No body waits for the device.  Every row of logits has a finite maximum among the allowed
-tokens.
+Invariants: a row's result does not depend on the other rows, bit for bit.  Only :func:`lay_out_rounds` compares requests with
+each other.  No body waits for the device.  Every row of logits has a finite maximum among the allowed tokens.
 
-Temporaries of the size of the logits are bounded: every operator works on so many rows at a time that they stay within
-:data:`WORKSPACE_BYTES`, which rows that do not see each other allow.
+Temporaries of the size of the logits are limited: every operator processes so many rows at a time that they stay within
+:data:`WORKSPACE_BYTES`.  This is possible because rows are independent.
 
-Logits are processed in fp32; probabilities that are compared with a uniform number, subtracted from each other or perturbed
-with noise are fp64, because the mass of a residual is a difference that fp32 cannot resolve near the degenerate case.  fp64
-logits stay fp64 everywhere.
+Logits are processed in fp32.  Probabilities are fp64 if they are compared with a uniform number, subtracted from each other or
+combined with noise, because fp32 cannot resolve the mass of a small residual.  fp64 logits stay fp64 everywhere.
 """
 
 from __future__ import annotations
@@ -39,18 +37,18 @@ LOGPROB_FLOOR: Final = -9999.0
 """Smallest log-probability reported: JSON has no infinity."""
 
 WORKSPACE_BYTES: Final = 256 << 20
-"""Most bytes that an operator takes for temporaries, one row excepted, which it always takes."""
+"""Largest number of bytes for the temporaries of an operator; a single row may need more."""
 
 _ID_BYTES: Final = 96
-"""Bytes of temporaries for each id of a row: sorting takes most, and its own scratch on a GPU; twice as much in fp64."""
+"""Bytes of temporaries for each vocabulary id of a row, twice as many in fp64.  Sorting needs most of them."""
 
 DEGENERATE_MASS: Final = 1e-8
-"""A residual that holds less than this is rounding noise; the target itself is drawn from instead."""
+"""A residual with less mass is rounding noise; the token is then drawn from the target itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """How each row is sampled.
+    """Sampling parameters of each row.
 
     Attributes:
         temperature: [num_rows] fp32, >= 0; below 1e-5 the row is greedy.
@@ -58,8 +56,8 @@ class SamplingRows:
         top_p: [num_rows] fp32 in (0, 1].
         min_p: [num_rows] fp32 in [0, 1], relative to the best token's probability.
         seeds: [num_rows] int64, the 64 bits of the request's seed.
-        filters: False promises that top_k, top_p and min_p are off in every row.  Results are the same bits either way; it
-            saves a sort of the vocabulary.
+        filters: False means that top_k, top_p and min_p are off in every row.  This saves a sort of the vocabulary and
+            changes no bit.
     """
 
     temperature: Tensor
@@ -75,7 +73,7 @@ class SamplingRows:
         return (self.temperature < GREEDY_TEMPERATURE) | (self.top_k == 1)
 
     def take(self, index: Tensor | slice) -> SamplingRows:
-        """The rows named by ``index``, a slice or [n] int64, in that order; a row may be named more than once."""
+        """The parameters of the rows ``index``, a slice or [n] int64, in that order; a row may occur more than once."""
         return SamplingRows(
             temperature=self.temperature[index],
             top_k=self.top_k[index],
@@ -108,7 +106,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit words in which every input bit moves half of the output bits; int64 products wrap.
+    """A bijection of 64-bit words; every input bit changes half of the output bits on average.  int64 products wrap.
 
     Source: the output function of SplitMix64 (Steele, Lea, Flood 2014; constants of Stafford's variant 13).
     """
@@ -120,15 +118,15 @@ def _mix(x: Tensor) -> Tensor:
 def noise_bits(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, sub_indices: Tensor) -> Tensor:
     """64 random bits for each key; the same integers on every device.
 
-    The fields are absorbed one after another by a bijection, so keys that differ in one field never meet; along the last field
-    this is the SplitMix64 sequence itself, which passes BigCrush.
+    A bijection absorbs the fields one after another, so two keys that differ in one field never have the same bits.  Over the
+    last field this is the SplitMix64 sequence, which passes BigCrush.
 
     Args:
         seeds, sub_indices: int64, broadcast against each other and positions.
         positions: any integer type.
         stream: DRAFT_STREAM, ACCEPT_STREAM or EMIT_STREAM.
-        draft_idx: k of a draft; 0 in the other streams.  A position can be drafted in several rounds before it is decided; k
-            tells the rounds apart, being position minus anchor position.
+        draft_idx: k of a draft; 0 in the other streams.  A position can be drafted in several rounds before it is decided.  k
+            differs between these rounds, because it is the position minus the anchor position.
 
     Returns:
         int64 of the broadcast shape.
@@ -142,12 +140,12 @@ def noise_bits(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, su
 
 
 def uniform_noise(bits: Tensor) -> Tensor:
-    """fp64 in the open interval: 52 bits and a half step, from 2^-53 to 1 - 2^-53, each exactly representable."""
+    """fp64 in the open interval (0, 1): 52 bits plus half a step, from 2^-53 to 1 - 2^-53; every value is exact."""
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, vocab: int) -> Tensor:
-    """Standard Gumbel noise, one number a vocabulary id.
+    """Standard Gumbel noise, one number for each vocabulary id.
 
     Args:
         seeds: [n] int64.
@@ -165,12 +163,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, draft_idx: int, 
 
 
 def row_bytes(vocab: int, dtype: torch.dtype) -> int:
-    """Bytes of temporaries that an operator takes for a row of logits of ``dtype``."""
+    """Bytes of temporaries that an operator needs for a row of logits of ``dtype``."""
     return vocab * _ID_BYTES * (2 if dtype == torch.float64 else 1)
 
 
 def parts_of(num_rows: int, num_bytes: int) -> list[slice]:
-    """Which rows to process together if each takes ``num_bytes``; one part at least."""
+    """Split rows into parts to be processed one at a time, if each row needs ``num_bytes``; at least one part."""
     step = max(1, WORKSPACE_BYTES // max(1, num_bytes))
     return [slice(first, min(first + step, num_rows)) for first in range(0, max(1, num_rows), step)]
 
@@ -181,12 +179,12 @@ def _parts(logits: Tensor) -> list[slice]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Results of parts, one behind the other; nothing is launched for a single one."""
+    """Concatenate the results of parts; a single result needs no launch."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _cut(table: Tensor | None, index: Tensor | slice) -> Tensor | None:
-    """Rows of a bias or a mask; one row for all is left as it is."""
+    """Rows of a bias or a mask; a vector for all rows is returned as it is."""
     return table if table is None or table.dim() == 1 else table[index]
 
 
@@ -201,26 +199,27 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """[n, vocab] -> [n] int64, the lowest id among equal maxima (torch.max with a dim promises the first)."""
+    """[n, vocab] -> [n] int64, the lowest id among equal maxima (torch.max with a dim returns the first)."""
     return logits.max(-1).indices
 
 
 def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """The target distribution of every row, as logits: bias, mask, temperature, min-p, top-k, top-p, in this order.
 
-    Each filter works on what the one before has left, renormalised.  Equal logits at a border are kept by lower id, so top-k
-    keeps exactly k.  top-p keeps the shortest best-first list that reaches top_p.  A greedy row is only biased and masked.
+    Each filter works on the renormalised tokens that the filter before has kept.  Among equal logits at a border, lower ids are
+    kept, so top-k keeps exactly k.  top-p keeps the shortest best-first list that reaches top_p.  A greedy row is only biased and
+    masked.
 
     Args:
         logits: [num_logits, vocab], any float type.
-        rows: one row of parameters for each row of logits.
+        rows: parameters of each row of logits.
         bias: [num_logits, vocab] fp32 to add, or None.
-        mask: [num_logits, vocab] bool, True = allowed, at least one a row, or None.
+        mask: [num_logits, vocab] bool, True = allowed, at least one in each row, or None.
 
     Returns:
         [num_logits, vocab] fp32 (fp64 for fp64 logits), -inf where removed.
 
-    Source: p = softmax of the row is what :func:`_draw` draws from and :func:`verify` accepts by.
+    Source: p = softmax of the row; :func:`_draw` draws from p, and :func:`verify` accepts by p.
     """
     logits = logits.to(accumulation_dtype(logits))
     if bias is not None:
@@ -229,8 +228,8 @@ def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tens
         logits = logits.masked_fill(~mask, -torch.inf)
     greedy = rows.greedy[:, None]
     best = logits.max(-1, keepdim=True).indices
-    # A quotient may leave the range of numbers.  Two infinities would make a NaN further on, and without a finite best token a
-    # removed one could be drawn.
+    # A quotient may overflow.  Two infinities would give a NaN later.  Without a finite best token, a removed token could be
+    # drawn.
     most = torch.finfo(logits.dtype).max
     logits = (logits / torch.where(greedy, 1.0, rows.temperature[:, None])).clamp_(max=most)
     logits.scatter_(-1, best, logits.gather(-1, best).clamp_(min=-most))
@@ -245,15 +244,15 @@ def _process(logits: Tensor, rows: SamplingRows, bias: Tensor | None, mask: Tens
     mass_before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     top_p = rows.top_p[:, None].double()
     kept &= (mass_before < top_p * mass[:, -1:]) | (top_p >= 1)
-    kept[:, 0].fill_(True)  # whatever the filters are
+    kept[:, 0].fill_(True)  # the best token is always kept
     kept_by_id = torch.zeros_like(kept).scatter_(-1, ids, kept)
     return logits.masked_fill(~(kept_by_id | greedy), -torch.inf)
 
 
 def _draw(processed: Tensor, rows: SamplingRows, positions: Tensor, stream: int = EMIT_STREAM, draft_idx: int = 0) -> Tensor:
-    """Draw one token a row by the Gumbel-max rule; greedy rows take the best token, equal ones by lower id.
+    """Draw one token for each row by the Gumbel-max rule; greedy rows take the best token, among equal ones the lowest id.
 
-    *Plain sampling* is this draw out of :func:`_process`, with the noise of EMIT_STREAM at the decided position.
+    *Plain sampling* is this draw from the result of :func:`_process`, with the noise of EMIT_STREAM at the decided position.
 
     Args:
         processed: [n, vocab] logits or log weights; they need not be normalised.
@@ -262,7 +261,7 @@ def _draw(processed: Tensor, rows: SamplingRows, positions: Tensor, stream: int 
     Returns:
         [n] int64.
 
-    Source: argmax_v(log p(v) + g(v)) with Gumbel noise g is a draw from p.
+    Source: with Gumbel noise g, argmax_v(log p(v) + g(v)) is a draw from p.
     """
     noise = gumbel_noise(rows.seeds, positions, stream, draft_idx, processed.shape[-1])
     return _best(processed.double() + torch.where(rows.greedy[:, None], 0.0, noise))
@@ -270,13 +269,13 @@ def _draw(processed: Tensor, rows: SamplingRows, positions: Tensor, stream: int 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packing:
-    """Who owns which row of packed logits.
+    """Rows of packed logits and the requests that own them.
 
     Attributes:
         starts: [num_requests] first row of each request.
-        owners: [num_logits] request of each row; padding rows name any request.
-        offsets: [num_logits] rows of the request before each row; anything at padding rows.
-        tests: [num_requests, width] row that tests draft j (0-based); any row where there is no such draft.
+        owners: [num_logits] request of each row; any request for padding rows.
+        offsets: [num_logits] number of rows of the same request before each row; any number for padding rows.
+        tests: [num_requests, width] row that tests draft j (0-based); any row if the draft does not exist.
     """
 
     starts: Tensor
@@ -285,36 +284,36 @@ class _Packing:
     tests: Tensor
 
     def row(self, offset: Tensor) -> Tensor:
-        """[num_requests] row at ``offset`` of each request; any row for a request that owns none."""
+        """[num_requests] row at ``offset`` of each request; any row for a request without rows."""
         return (self.starts + offset).clamp(min=0, max=self.owners.shape[0] - 1)
 
 
 def _pack(draft_lens: Tensor, width: int, num_logits: int) -> _Packing:
-    """Lay out ``draft_lens`` [num_requests] int64 + 1 rows a request."""
+    """Give ``draft_lens`` [num_requests] int64 + 1 rows to each request, in order."""
     ends = (draft_lens + 1).cumsum(0)
     starts = ends - (draft_lens + 1)
     numbers = torch.arange(num_logits, device=ends.device)
     owners = torch.searchsorted(ends, numbers, right=True).clamp_max(draft_lens.shape[0] - 1)
-    slots = torch.arange(width, device=ends.device)
+    places = torch.arange(width, device=ends.device)
     return _Packing(
         starts=starts,
         owners=owners,
         offsets=numbers - starts[owners],
-        tests=(starts[:, None] + slots).clamp(min=0, max=num_logits - 1),
+        tests=(starts[:, None] + places).clamp(min=0, max=num_logits - 1),
     )
 
 
 def _emission_weights(logits: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
-    """Log weights of the one token a round emits beyond its accepted drafts.
+    """Log weights of the token that a round emits after its accepted drafts.
 
     Args:
         logits: [n, vocab] fp64 processed target row.
-        q: [n, vocab] fp64 distribution the rejected draft was drawn from; any value where nothing was rejected.
+        q: [n, vocab] fp64 distribution that the rejected draft was drawn from; any value if no draft was rejected.
         rejected: [n] bool.
 
     Returns:
-        [n, vocab] fp64: log max(p - q, 0) after a rejection; the logits as they are otherwise, so that the draw is the very
-        one of plain sampling, and where the residual has no mass to speak of.
+        [n, vocab] fp64: log max(p - q, 0) after a rejection.  Without a rejection, and if the residual has almost no mass:
+        the logits, so that the draw is the same as in plain sampling.
     """
     residual = (torch.exp(_log_softmax(logits)) - q).clamp_min(0.0)
     usable = rejected & (row_sum(residual)[..., 0] > DEGENERATE_MASS)
@@ -322,7 +321,7 @@ def _emission_weights(logits: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
 
 
 def _emit(num_accepted: Tensor, tokens: Tensor, draft_ids: Tensor, draft_lens: Tensor) -> Tensor:
-    """[num_requests, width + 1] int64: accepted drafts, the emitted token, then -1; nothing for requests without rows.
+    """[num_requests, width + 1] int64: accepted drafts, the emitted token, then -1; only -1 for requests without rows.
 
     Args:
         num_accepted: [num_requests] int64.
@@ -330,15 +329,15 @@ def _emit(num_accepted: Tensor, tokens: Tensor, draft_ids: Tensor, draft_lens: T
         draft_ids: [num_requests, width] int64.
         draft_lens: [num_requests] int64; below 0 the request owns no rows.
     """
-    slots = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
+    places = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
     drafts = torch.nn.functional.pad(draft_ids, (0, 1), value=-1)
     counts = num_accepted[:, None]
-    last = torch.where(slots == counts, tokens[:, None], -1)
-    return torch.where(draft_lens[:, None] < 0, -1, torch.where(slots < counts, drafts, last))
+    last = torch.where(places == counts, tokens[:, None], -1)
+    return torch.where(draft_lens[:, None] < 0, -1, torch.where(places < counts, drafts, last))
 
 
 def _leading(accept: Tensor) -> Tensor:
-    """[num_requests, width] bool -> [num_requests] int64: accepted drafts before the first that is not."""
+    """[num_requests, width] bool -> [num_requests] int64: number of accepted drafts before the first rejected draft."""
     return accept.long().cumprod(-1).sum(-1)
 
 
@@ -365,18 +364,18 @@ def logits(x: Tensor, head: Tensor) -> Tensor:
 def penalise(
     logits: Tensor, output_counts: Tensor, prompt_seen: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Make tokens that are there already less likely: repetition, then frequency, then presence.
+    """Make tokens that already occur less likely: repetition, then frequency, then presence.
 
-    A row with neutral values keeps its bits, and so does a token that is not there.
+    Logits of a row with neutral values keep their bits, and so do logits of tokens that do not occur.
 
     Args:
         logits: [n, vocab], any float type; -inf stays -inf.
-        output_counts: [n, vocab] int32, how often the output has each token *as of this row*: at the row of draft j the drafts
+        output_counts: [n, vocab] int32, how often each token occurs in the output *at this row*: at the row of draft j, drafts
             up to j count as output.
-        prompt_seen: [n, vocab] bool, whether the prompt has it.
+        prompt_seen: [n, vocab] bool, whether each token occurs in the prompt.
         repetition: [n] fp32 > 0; logits of tokens in prompt or output are divided by it if positive, else multiplied; neutral 1.
-        frequency: [n] fp32, taken off once for each time in the output; neutral 0.
-        presence: [n] fp32, taken off if the output has the token; neutral 0.
+        frequency: [n] fp32, subtracted once for each occurrence in the output; neutral 0.
+        presence: [n] fp32, subtracted once if the token occurs in the output; neutral 0.
 
     Returns:
         [n, vocab] fp32 (fp64 for fp64 logits).
@@ -393,7 +392,7 @@ def penalise(
 
 
 def _sampled(logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Plain sampling: [num_logits] int64, one token drawn a row (:func:`_draw`) out of the processed logits."""
+    """Plain sampling: [num_logits] int64, one token for each row, drawn (:func:`_draw`) from the processed logits."""
     found = []
     for part in _parts(logits):
         own = rows.take(part)
@@ -411,7 +410,7 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
         ids: [n] int64; -1 stands for no token.
 
     Returns:
-        [n] fp32 (fp64 for fp64 logits), at least -9999, which is also what -1 gets.
+        [n] fp32 (fp64 for fp64 logits), at least -9999; -9999 for id -1.
     """
     found = []
     for part in _parts(logits):
@@ -443,7 +442,7 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     for part in _parts(logits):
         own = logits[part].to(accumulation_dtype(logits))
         ordered, ids = torch.sort(own, dim=-1, descending=True, stable=True)
-        best_ids.append(ids[:, :k].clone())  # a view would keep the whole order
+        best_ids.append(ids[:, :k].clone())  # a view would keep all sorted ids in memory
         best.append((ordered[:, :k] - _log_normaliser(own)).clamp_min(LOGPROB_FLOOR))
     return _joined(best_ids), _joined(best)
 
@@ -461,22 +460,22 @@ def verify(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact speculative sampling: the emitted tokens have the law of plain sampling, whatever the drafts.
+    """Exact speculative sampling: the emitted tokens have the distribution of plain sampling, for any drafts.
 
-    Draft j is accepted with probability min(1, p(x_j) / q(x_j)); after the first rejection a token is drawn from max(p - q,
-    0), after none from the row behind the last draft.  A greedy row accepts what equals its best token.  A draft that bias,
-    mask or filters rule out has p = 0 and is rejected like any other; cutting it off beforehand would bias the law.
+    Draft j is accepted with probability min(1, p(x_j) / q(x_j)).  After the first rejection, a token is drawn from
+    max(p - q, 0).  Without a rejection, a token is drawn from the request's last row.  A greedy row accepts a draft that
+    equals its best token.  A draft that bias, mask or filters exclude has p = 0 and is always rejected; to remove it before
+    would change the distribution.
 
     Args:
-        target_logits: [num_logits, vocab] packed rows as the model made them; rows behind the last request are ignored.
-        draft_ids: [num_requests, width] int; -1 = no draft: never accepted, and the row's token is drawn from p itself.
-        draft_logits: [num_requests, width, vocab] exactly as :func:`markov_step` returned them in mode ``sampled``; None if
-            the drafts were chosen in mode ``argmax``, a deterministic function of the past (q one-hot).
-        draft_lens: [num_requests] int, drafts that were verified, 0..width; -1 for a padding request, which owns no rows.
-        rows: one row of parameters for each *request*.
+        target_logits: [num_logits, vocab] packed rows, not processed; rows after the last request are padding.
+        draft_ids: [num_requests, width] int; -1 means no draft: it is not accepted, and the token is drawn from p itself.
+        draft_logits: [num_requests, width, vocab] exactly as :func:`markov_step` returned them in mode ``sampled``; None for
+            drafts in mode ``argmax``, where q is one-hot.
+        draft_lens: [num_requests] int, number of drafts to verify, 0..width; -1 for a padding request, which owns no rows.
+        rows: sampling parameters of each *request*.
         anchor_positions: [num_requests] int.
-        bias, mask: as in :func:`_process`, packed like target_logits and evaluated as if the drafts before had been
-            emitted.
+        bias, mask: as in :func:`_process`, packed like target_logits; each row holds if the drafts before it are emitted.
 
     Returns:
         num_accepted: [num_requests] int64.
@@ -492,7 +491,7 @@ def verify(
     for part in parts:
         processed = _process(target_logits[part], by_row.take(part), _cut(bias, part), _cut(mask, part))
         best_parts.append(_best(processed))
-        if width:  # of the draft that the row tests; any number where it tests none
+        if width:  # log p of the draft that the row tests; any number if it tests none
             tested = known_ids[packing.owners[part], packing.offsets[part].clamp(0, width - 1)]
             log_p_parts.append(_log_softmax(processed.double()).gather(1, tested[:, None])[:, 0])
     best = _joined(best_parts)
@@ -508,7 +507,7 @@ def verify(
             log_q = _log_softmax(draft_logits[part].double() / temperature)
         num_accepted = _num_accepted(ids, lens, log_p[part], log_q, best[packing.tests[part]], own, anchors)
         last = (packing.starts[part] + num_accepted).clamp(min=0, max=num_logits - 1)
-        if len(parts) > 1:  # the rows were too many to be kept
+        if len(parts) > 1:  # the processed rows of earlier parts were not kept
             weights = _process(target_logits[last], by_row.take(last), _cut(bias, last), _cut(mask, last)).double()
         else:
             weights = processed[last].double()
@@ -534,23 +533,23 @@ def _num_accepted(
 
     Args:
         log_p: [n, width] fp64, of each draft under the target.
-        log_q: [n, width, vocab] fp64 that the drafts were drawn from, or None for one-hot.
+        log_q: [n, width, vocab] fp64, log distributions that the drafts were drawn from; None for one-hot.
         best: [n, width] best token of the row that tests each draft.
-        draft_ids, draft_lens, rows, anchor_positions: as there.
+        draft_ids, draft_lens, rows, anchor_positions: as in :func:`verify`.
     """
-    slots, known = torch.arange(draft_ids.shape[1], device=draft_ids.device), draft_ids.clamp_min(0)
+    places, known = torch.arange(draft_ids.shape[1], device=draft_ids.device), draft_ids.clamp_min(0)
     if log_q is not None:
         log_p = log_p - log_q.gather(-1, known[..., None])[..., 0]
-    bits = noise_bits(rows.seeds[:, None], anchor_positions[:, None] + 1 + slots, ACCEPT_STREAM, 0, torch.zeros_like(slots))
+    bits = noise_bits(rows.seeds[:, None], anchor_positions[:, None] + 1 + places, ACCEPT_STREAM, 0, torch.zeros_like(places))
     passes = torch.log(uniform_noise(bits)) < log_p
     passes = torch.where(rows.greedy[:, None], known == best, passes)
-    return _leading(passes & (slots < draft_lens[:, None]) & (draft_ids >= 0))
+    return _leading(passes & (places < draft_lens[:, None]) & (draft_ids >= 0))
 
 
 def _rejection(
     draft_ids: Tensor, draft_lens: Tensor, num_accepted: Tensor, log_q: Tensor | None, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """What the first draft that was not accepted was drawn from [n, vocab] fp64, and whether it was rejected [n] bool."""
+    """Distribution [n, vocab] fp64 of the first draft that was not accepted, and whether a draft was rejected [n] bool."""
     failed = num_accepted.clamp_max(draft_ids.shape[1] - 1)[:, None]
     found = draft_ids.gather(-1, failed)
     rejected = (num_accepted < draft_lens) & (found[:, 0] >= 0)
@@ -571,15 +570,15 @@ def verify_coupled(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verification after which drafted text equals plain text token by token, not only in law.
+    """Verification with the same text as plain sampling, token by token, not only in distribution.
 
-    Every row draws its token exactly as plain sampling (:func:`_draw`) would; a draft is accepted iff it is that token.  The
-    text is thus a function of seed and target alone, for any draft and any number of them.  Drafts in mode ``coupled`` agree
-    with it most often, a little less often than :func:`verify` accepts.
+    Every row draws its token exactly as plain sampling does (:func:`_draw`).  A draft is accepted if and only if it is that
+    token.  So the text depends only on seed and target, not on the drafts or their number.  Drafts in mode ``coupled`` are
+    accepted most often, a little less often than :func:`verify` accepts.
 
     Args and returns: as :func:`verify`, without draft logits.
 
-    Source: accept iff draft = argmax_v(log p(v) + g(v)), the draft being argmax_v(log q(v) + g(v)) with the same noise g.
+    Source: accept iff draft = argmax_v(log p(v) + g(v)); the draft is argmax_v(log q(v) + g(v)) with the same noise g.
     """
     draft_ids, draft_lens = draft_ids.long(), draft_lens.long()
     width, num_logits = draft_ids.shape[1], target_logits.shape[0]
@@ -587,8 +586,8 @@ def verify_coupled(
     positions = anchor_positions[packing.owners] + 1 + packing.offsets
     tokens = _sampled(target_logits, rows.take(packing.owners), positions, bias, mask)
 
-    slots = torch.arange(width, device=draft_ids.device)
-    offered = (slots < draft_lens[:, None]) & (draft_ids >= 0)
+    places = torch.arange(width, device=draft_ids.device)
+    offered = (places < draft_lens[:, None]) & (draft_ids >= 0)
     num_accepted = _leading((draft_ids == tokens[packing.tests]) & offered)
     return num_accepted, _emit(num_accepted, tokens[packing.row(num_accepted)], draft_ids, draft_lens)
 
@@ -608,30 +607,30 @@ def markov_step(
     mode: DraftSampling,
     confidence_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose draft k given the token before it, and say how likely a draft is to survive there.
+    """Choose draft k, and estimate the probability that it is accepted.
 
-    z = U + W2 W1[prev]; the draft is the best of z for greedy rows and in mode ``argmax``, else a draw from softmax(z / T).
-    No filter, bias or mask applies: they are not needed for exactness.  The confidence does not look at the draft itself,
-    which :func:`lay_out_rounds` relies on.
+    z = U + W2 W1[prev].  For greedy rows and in mode ``argmax`` the draft is the best of z; else it is a draw from
+    softmax(z / T).  No filter, bias or mask applies, because exactness does not need them.  The confidence does not depend on
+    the draft itself; :func:`lay_out_rounds` relies on this.
 
     Args:
-        base_logits: [num_rows, vocab] of slot k.
+        base_logits: [num_rows, vocab] base logits of draft k, U.
         prev: [num_rows] int: the anchor for k = 1, else draft k-1.
         embed: [vocab, rank], W1.
-        head: [vocab, rank], W2; given in the accumulation dtype it is not copied.
-        hidden: [num_rows, hidden_size] drafter output of slot k *before* its final norm.
+        head: [vocab, rank], W2; not copied if it has the accumulation dtype.
+        hidden: [num_rows, hidden_size] drafter output for draft k *before* its final norm.
         confidence_weight: [1, hidden_size + rank].
-        rows: one row of parameters for each row.
+        rows: sampling parameters of each row.
         anchor_positions: [num_rows] int.
         draft_idx: k, from 1.
         mode: see :data:`DraftSampling`.
-        confidence_temperature: divides the confidence's logit; above 1 it pulls towards 1/2.
+        confidence_temperature: divisor of the confidence's logit; a value above 1 moves the confidence towards 1/2.
 
     Returns:
         draft_ids: [num_rows] int64, equal scores by lower id.
-        logits: [num_rows, vocab] fp32 (fp64 for fp64 logits): z, before the temperature.  What :func:`verify` gets must be
+        logits: [num_rows, vocab] fp32 (fp64 for fp64 logits): z, before the temperature.  :func:`verify` needs exactly
             these numbers, not rounded.
-        confidence: [num_rows] same dtype, in [0, 1]: probability that draft k is accepted given that those before it are.
+        confidence: [num_rows] same dtype, in [0, 1]: probability that draft k is accepted if all drafts before it are accepted.
 
     Source: DSpark paper, Markov head and confidence head; Gumbel noise of DRAFT_STREAM (EMIT_STREAM in mode ``coupled``).
     """
@@ -653,18 +652,19 @@ def markov_step(
 
 
 def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) -> Tensor:
-    """Spread a budget of drafts over the requests where they are most likely to survive.
+    """Choose which drafts to verify: those that are most likely to be accepted, up to a budget.
 
-    Survival a_j = c_1 ... c_j.  The ``budget`` largest survivals among the positions within the caps are verified; equal ones
-    by smaller j, then by smaller row.  As a_j never grows with j, each request's share is a prefix.
+    Draft j of a request survives with probability a_j = c_1 ... c_j.  Among the drafts within the caps, those with the
+    ``budget`` largest a_j are verified; equal ones by smaller j, then by smaller request number.  a_j never grows with j, so the
+    verified drafts of a request are a prefix.
 
-    Invariant: whether draft k is verified depends on the confidences of that request up to k only, i.e. on its drafts before
-    k, and on other requests.  This keeps :func:`verify` exact *provided budget and caps do not depend on these confidences or
-    drafts*: take the budget from an older round, the caps from what is decided.
+    Invariant: whether draft k of a request is verified depends only on the request's confidences up to k, i.e. on its drafts
+    before k, and on other requests.  So :func:`verify` is exact *if budget and caps do not depend on these confidences or
+    drafts*: take the budget from an earlier round, and the caps from decided tokens.
 
     Args:
         confidences: [num_requests, width] float; NaN and infinities count as 0, other values are clamped to [0, 1].
-        budget: total number of drafts, an int or an int tensor of one element; may exceed what the caps admit.
+        budget: total number of drafts, an int or an int tensor of one element; may exceed the sum of the caps.
         caps: [num_requests] int, at most this many drafts of the request; 0 or less for none.
 
     Returns:
@@ -673,10 +673,10 @@ def schedule_lengths(confidences: Tensor, budget: Tensor | int, caps: Tensor) ->
     Source: DSpark paper, confidence-scheduled verification.
     """
     width = confidences.shape[1]
-    # [width, num_requests]: with j outside and the request inside, a stable sort settles ties as promised.
+    # [width, num_requests]: in this order a stable sort orders equal survivals by j, then by request.
     survival = torch.where(torch.isfinite(confidences), confidences, 0.0).float().clamp(0.0, 1.0).t().contiguous()
-    for slot in range(1, width):  # not cumprod, whose order of products is the device's choice
-        survival[slot] *= survival[slot - 1]
+    for place in range(1, width):  # not cumprod: its order of products depends on the device
+        survival[place] *= survival[place - 1]
     allowed = torch.arange(width, device=caps.device)[:, None] < caps
     order = torch.sort(torch.where(allowed, survival, -1.0).flatten(), descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
@@ -688,14 +688,14 @@ class RoundRows:
     """The rows of a step's rounds, on the device.
 
     Attributes:
-        width: rows that a round has at most.
+        width: largest number of rows of a round.
         starts: [num_rounds] int64 position of each anchor.
-        lens: [num_rounds] int64 drafts behind it.
-        first_rows: [num_rounds] int64 row of each anchor, counted from the first row of a round.
-        owners: [num_rows] int64 whose token a row is; num_rounds where it is nobody's.
-        offsets: [num_rows] int64 tokens before it in its round; 0 where the row is nobody's.
-        token_ids: [num_rows] int64, the same.
-        positions: [num_rows] int64, the same.
+        lens: [num_rounds] int64 number of drafts after each anchor.
+        first_rows: [num_rounds] int64 row of each anchor, counted from the first row of all rounds.
+        owners: [num_rows] int64 round of each row; num_rounds for padding rows.
+        offsets: [num_rows] int64 number of tokens before each row in its round; 0 for padding rows.
+        token_ids: [num_rows] int64; 0 for padding rows.
+        positions: [num_rows] int64; 0 for padding rows.
     """
 
     width: int
@@ -713,27 +713,28 @@ class RoundRows:
 def lay_out_rounds(
     confidences: Tensor, budget: Tensor | int, caps: Tensor, starts: Tensor, token_ids: Tensor, num_rows: int
 ) -> RoundRows:
-    """Choose how many drafts each round verifies, and put anchors and those drafts into rows one behind the other.
+    """Choose how many drafts each round verifies, and give consecutive rows to the anchors and these drafts.
 
     Args:
-        confidences, budget, caps: as for :func:`schedule_lengths`; a budget that covers all caps verifies what these admit.
-        starts: [num_rounds] int64 position of each anchor, at least one.
+        confidences, budget, caps: as for :func:`schedule_lengths`; with a budget of at least the sum of the caps, all drafts
+            within the caps are verified.
+        starts: [num_rounds] int64 position of each anchor; num_rounds is at least 1.
         token_ids: [num_rounds, width + 1] int64, anchors and drafts.
-        num_rows: rows to fill, at least sum(lens + 1).
+        num_rows: total number of rows, at least sum(lens + 1).
 
     Returns:
-        Rows of the rounds in their order, then of nobody.
+        Rows of the rounds in their order, then padding rows.
 
-    Cost: no host sync, so that one captured graph serves every budget in a tensor.
+    Cost: no host sync; one captured graph works for every budget in a tensor.
     """
     lens = schedule_lengths(confidences, budget, caps)
     ends = (lens + 1).cumsum(0)
     first_rows = ends - lens - 1
     rows = torch.arange(num_rows, device=starts.device)
     owners = torch.searchsorted(ends, rows, right=True)
-    is_nobodys = owners == len(starts)
+    is_padding = owners == len(starts)
     known = owners.clamp_max(len(starts) - 1)
-    offsets = torch.where(is_nobodys, 0, rows - first_rows[known])
+    offsets = torch.where(is_padding, 0, rows - first_rows[known])
     return RoundRows(
         width=token_ids.shape[1],
         starts=starts,
@@ -741,6 +742,6 @@ def lay_out_rounds(
         first_rows=first_rows,
         owners=owners,
         offsets=offsets,
-        token_ids=torch.where(is_nobodys, 0, token_ids[known, offsets]),
-        positions=torch.where(is_nobodys, 0, starts[known] + offsets),
+        token_ids=torch.where(is_padding, 0, token_ids[known, offsets]),
+        positions=torch.where(is_padding, 0, starts[known] + offsets),
     )

@@ -1,9 +1,9 @@
-"""The pieces of the vision tower; one picture a call.
+"""Operators of the vision tower; one picture per call.
 
-Rounding: weights and activations bf16, everything inside an operator fp32, one rounding where a vector leaves it, and one
-after each linear layer and after RoPE inside.  fp64 activations and weights are never rounded.
+Rounding: weights and activations are bf16, and operators compute in fp32.  The results of operators, of linear layers and of RoPE
+are rounded once each.  fp64 activations and weights are never rounded.
 
-Invariant: a picture's rows depend on that picture alone, bit for bit; row-wise operators treat rows independently.
+Invariant: the result of a picture depends only on that picture, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepinfer.ops.arithmetic import accumulation_dtype, matmul_rows, rms_norm, 
 from deepinfer.ops.op import op
 
 NORM_EPS: Final = 1e-6
-"""Not in the configuration file; the text model uses another."""
+"""Epsilon of the tower's norms; the configuration file does not contain it, and the text model uses another value."""
 
 _BF16_STEP: Final = 2.0**-8
 """Largest relative error of one rounding to bf16, and the unit of the tolerances below."""
@@ -30,9 +30,9 @@ class VisionBlock:
 
     Attributes:
         norm1, norm2: [hidden_size] in the accumulation dtype.
-        wqkv, wqkv_bias: [3 x hidden_size, hidden_size], [3 x hidden_size]; rows of q, then k, then v, heads in order in each.
+        wqkv, wqkv_bias: [3 x hidden_size, hidden_size], [3 x hidden_size]; outputs of q, k, v, each in the order of heads.
         wo, wo_bias: [hidden_size, hidden_size], [hidden_size].
-        w1: [2 x intermediate_size, hidden_size]; rows of the gate, then of up.
+        w1: [2 x intermediate_size, hidden_size]; outputs of the gate, then of up.
         w2: [hidden_size, intermediate_size].
     """
 
@@ -54,7 +54,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rope_table(grid_h: int, grid_w: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotation of every patch: a quarter of a head's dims turns with the row, a quarter with the column, each paired.
+    """Rotation of every patch: half of a head's pairs rotate with the grid row, the other half with the grid column.
 
     Args:
         grid_h, grid_w: patches down and across.
@@ -83,7 +83,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-# 0: moves bytes.
+# 0: only moves bytes.
 @op(tolerance=0.0)
 def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     """Cut a picture into square patches.
@@ -108,7 +108,7 @@ def patch_embed(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _linear(patches, weight, bias)
 
 
-# Four roundings to bf16 on the way (qkv, RoPE, attention, output); backends may round the probabilities as well.
+# Four roundings to bf16 (qkv, RoPE, attention, output); backends may round the probabilities as well.
 @op(tolerance=4 * _BF16_STEP)
 def vision_attention(x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor) -> Tensor:
     """wo · attention(norm1(x)) + bias: every patch sees every patch of the picture.
@@ -134,7 +134,7 @@ def vision_attention(x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor) ->
     return _linear(mixed[0].transpose(0, 1).flatten(1).to(x.dtype), block.wo, block.wo_bias)
 
 
-# Three roundings to bf16 on the way (gate and up, their product, output).
+# Three roundings to bf16 (gate and up, their product, output).
 @op(tolerance=3 * _BF16_STEP)
 def vision_mlp(x: Tensor, block: VisionBlock) -> Tensor:
     """w2 · (silu(gate) * up) of norm2(x); no clamp, no bias.
@@ -151,7 +151,7 @@ def vision_mlp(x: Tensor, block: VisionBlock) -> Tensor:
     return _linear((gate * sigmoid(gate) * up).to(x.dtype), block.w2)
 
 
-# 0: moves bytes.
+# 0: only moves bytes.
 @op(tolerance=0.0)
 def cells(x: Tensor, grid_h: int, grid_w: int, ratio: int) -> Tensor:
     """Join ratio x ratio neighbouring patches into one vector; the grid is filled with zeros below and on the right.
@@ -170,7 +170,7 @@ def cells(x: Tensor, grid_h: int, grid_w: int, ratio: int) -> Tensor:
     return split.permute(0, 2, 4, 1, 3).reshape(-1, x.shape[-1] * ratio * ratio)
 
 
-# Three roundings to bf16 on the way (first map, GELU, second map).
+# Three roundings to bf16 (first map, GELU, second map).
 @op(tolerance=3 * _BF16_STEP)
 def aligner(x: Tensor, w1: Tensor, w1_bias: Tensor, w2: Tensor, w2_bias: Tensor) -> Tensor:
     """Map cells to embeddings of the text model: linear, exact GELU, linear.
@@ -184,6 +184,6 @@ def aligner(x: Tensor, w1: Tensor, w1_bias: Tensor, w2: Tensor, w2_bias: Tensor)
     Source: model report, vision section.
     """
     inner = _linear(x, w1, w1_bias).to(accumulation_dtype(x))
-    # Composed from erf, which rounds alike everywhere; torch's gelu rounds differently in the tail of a vector.
+    # Composed from erf, which rounds the same at every index; torch's gelu rounds differently in the tail of a vector.
     inner = 0.5 * inner * (1 + torch.erf(inner * 0.5**0.5))
     return _linear(inner.to(x.dtype), w2, w2_bias)

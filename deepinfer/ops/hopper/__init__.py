@@ -1,6 +1,6 @@
-"""Kernels for sm_90a; the only folder that imports kernel libraries.  Importing it registers those bodies that exist so far.
+"""Kernels for sm_90a; the only folder that imports kernel libraries.  The import registers the bodies.
 
-The backend is bound as a whole, so that until every operator has a body here, ``bind("hopper")`` names those that lack one.
+``bind("hopper")`` binds all operators.  If an operator has no body here, it raises an error with the name of the operator.
 """
 
 from deepinfer.ops.hopper import sampling

@@ -1,7 +1,7 @@
-"""The kernel of :mod:`deepinfer.ops.sampling` that exists so far: laying out a step's rounds.
+"""Kernels of :mod:`deepinfer.ops.sampling`: the layout of a step's rounds.
 
-All sizes here are small (a few thousand drafts), so that time is latency: one launch, one thread block, nothing written that is
-read again.
+All sizes are small (a few thousand drafts), so the time is latency.  Therefore the kernel is one launch of one thread block, and
+it never reads what it has written.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from deepinfer.ops import sampling
 from deepinfer.ops.sampling import RoundRows
 
 _MAX_ENTRIES = 8192
-"""Places for drafts and anchors, each side rounded up to a power of two: what a block of 512 threads holds in registers."""
+"""Limit of rounds times places, both rounded up to powers of two: a block of 512 threads holds so many in registers."""
 
 _SURVIVAL_BITS = 30
-"""The bits of a float in [0, 1] are a whole number below 2^30, in the same order."""
+"""The bits of a float in [0, 1], read as an integer, are below 2^30 and have the same order."""
 
 
 @triton.jit(
@@ -34,39 +34,39 @@ def _lay_out_rounds(
     out: tl.tensor,
     num_rounds: tl.tensor,
     num_rows: tl.tensor,
-    HAS_BUDGET_THERE: tl.constexpr,
+    IS_BUDGET_TENSOR: tl.constexpr,
     WIDTH: tl.constexpr,
     ROUNDS: tl.constexpr,
     PLACES: tl.constexpr,
     INDEX_BITS: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    NOBODYS: tl.constexpr,
+    PADDING_BLOCK: tl.constexpr,
 ) -> None:
-    """One block does it all; ``out`` is lens, first rows | owners, offsets, token ids, positions, one behind the other."""
+    """One block computes everything; ``out`` is lens, first rows, owners, offsets, token ids and positions, concatenated."""
     numbers = tl.arange(0, ROUNDS)
     rounds, places = numbers[:, None], tl.arange(0, PLACES)[None, :]
     is_round = rounds < num_rounds
     cap = tl.load(caps + rounds, mask=is_round, other=0)
     start = tl.load(starts + rounds, mask=is_round, other=0)
     ids = tl.load(token_ids + rounds * (WIDTH + 1) + places, mask=is_round & (places <= WIDTH), other=0)
-    if HAS_BUDGET_THERE:
+    if IS_BUDGET_TENSOR:
         budget = tl.load(budget)
 
-    # Products from left to right, in each place as far as it goes.
+    # Each place gets the product of the confidences up to it, from left to right.
     survival = tl.full([ROUNDS, PLACES], 1.0, tl.float32)
     for place in tl.static_range(WIDTH):
         confidence = tl.load(confidences + rounds * WIDTH + place, mask=is_round, other=0.0)
         confidence = tl.where((confidence > 0) & (confidence < float("inf")), confidence, 0.0).to(tl.float32)
         survival = tl.where(place <= places, survival * tl.minimum(confidence, 1.0), survival)
 
-    # No two keys are equal: below the survival stands the rank of the place among equal ones.
+    # No two keys are equal: the low bits of a key are the rank among equal survivals.
     rank = ROUNDS * PLACES - 1 - (places * ROUNDS + rounds)
     key = (survival.to(tl.int32, bitcast=True).to(tl.int64) << INDEX_BITS) | rank
     allowed = is_round & (places < WIDTH) & (places < cap)
     key = tl.where(allowed, key, -1)
 
-    # The largest threshold that ``budget`` keys reach, bit by bit from above; most bits are not needed, as any threshold is
-    # good that exactly ``budget`` keys reach.
+    # Find a threshold that exactly ``budget`` keys reach, bit by bit from the highest bit.  Any such threshold is right, so most
+    # bits are not needed.
     budget = tl.maximum(budget, 0)
     threshold, bit = tl.full([], 0, tl.int64), tl.full([], 1 << (KEY_BITS - 1), tl.int64)
     count = tl.sum(allowed.to(tl.int32))
@@ -91,28 +91,28 @@ def _lay_out_rounds(
     tl.store(offsets + row, places.to(tl.int64), mask=is_own)
     tl.store(tokens + row, ids, mask=is_own)
     tl.store(positions + row, start + places, mask=is_own)
-    begin, nothing = tl.sum(sizes, 0), tl.zeros([NOBODYS], tl.int64)
+    begin, zeros = tl.sum(sizes, 0), tl.zeros([PADDING_BLOCK], tl.int64)
     while begin < num_rows:
-        left = begin + tl.arange(0, NOBODYS)
-        tl.store(owners + left, nothing + num_rounds, mask=left < num_rows)
-        tl.store(offsets + left, nothing, mask=left < num_rows)
-        tl.store(tokens + left, nothing, mask=left < num_rows)
-        tl.store(positions + left, nothing, mask=left < num_rows)
-        begin += NOBODYS
+        padding = begin + tl.arange(0, PADDING_BLOCK)
+        tl.store(owners + padding, zeros + num_rounds, mask=padding < num_rows)
+        tl.store(offsets + padding, zeros, mask=padding < num_rows)
+        tl.store(tokens + padding, zeros, mask=padding < num_rows)
+        tl.store(positions + padding, zeros, mask=padding < num_rows)
+        begin += PADDING_BLOCK
 
 
 @sampling.lay_out_rounds.implement("hopper")
 def lay_out_rounds(
     confidences: Tensor, budget: Tensor | int, caps: Tensor, starts: Tensor, token_ids: Tensor, num_rows: int
 ) -> RoundRows:
-    """One kernel in one thread block; a compilation for each width and power of two of rounds, none for a number.
+    """One kernel in one thread block.  It is compiled for each width and each power of two of rounds, not for each number.
 
-    What is chosen is the set of keys (survival, smaller place, smaller round) above a threshold, which is found by bisection over
-    their bits: its steps are counts, about as many as the number of drafts has bits if survivals differ, 43 at most with 1024
-    rounds of 7.  Sorting would need as many steps that exchange data.
+    The chosen drafts are those whose key (survival, smaller place, smaller round) reaches a threshold.  Bisection over the bits
+    of the keys finds the threshold.  Each step of it is a count.  If survivals differ, it takes about as many steps as the number
+    of drafts has bits; with 1024 rounds of 7 it takes at most 43.  Sorting would take as many steps that exchange data.
 
     Raises:
-        ConfigError: there are more rounds than the block has registers for.
+        ConfigError: the registers of a block cannot hold so many rounds.
 
     Cost: one launch, no host sync; each number is read once and written once.
     """
@@ -125,24 +125,24 @@ def lay_out_rounds(
             "lower the number of sequences that run at once"
         )
     out = torch.empty(2 * num_rounds + 4 * num_rows, dtype=torch.int64, device=starts.device)
-    is_there = isinstance(budget, Tensor)
+    is_tensor = isinstance(budget, Tensor)
     index_bits = entries.bit_length() - 1
     _lay_out_rounds[(1,)](
         confidences.contiguous(),
-        budget if is_there else min(int(budget), entries),
+        budget if is_tensor else min(int(budget), entries),
         caps.contiguous(),
         starts.contiguous(),
         token_ids.contiguous(),
         out,
         num_rounds,
         num_rows,
-        HAS_BUDGET_THERE=is_there,
+        IS_BUDGET_TENSOR=is_tensor,
         WIDTH=width,
         ROUNDS=num_padded,
         PLACES=places,
         INDEX_BITS=index_bits,
         KEY_BITS=_SURVIVAL_BITS + index_bits,
-        NOBODYS=512,
+        PADDING_BLOCK=512,
         num_warps=min(max(entries // 256, 4), 16),
     )
     lens, first_rows, owners, offsets, ids, positions = out.split([num_rounds] * 2 + [num_rows] * 4)
