@@ -292,8 +292,8 @@ def test_numbers_of_the_shipped_shapes_lie_well_inside_their_ranges(name):
         (b"\xff\xfe{}", "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
-        (b'{"dtype": "bfloat16", "dtype": "float16"}', "the key dtype stands twice"),
-        (b'{"text_config": {"x": 1, "y": 2, "x": 1}}', "the key x stands twice"),
+        (b'{"dtype": "bfloat16", "dtype": "float16"}', "the key dtype occurs twice"),
+        (b'{"text_config": {"x": 1, "y": 2, "x": 1}}', "the key x occurs twice"),
         (b"1" * 5000, "expected an object"),
         (b"NaN", "expected an object"),
         (

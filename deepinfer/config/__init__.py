@@ -1,4 +1,4 @@
-"""Frozen settings; the sole reader of ``config.json``, flags and environment.  Imports no torch."""
+"""Frozen settings; the only reader of ``config.json``, flags and environment.  Does not import torch."""
 
 from deepinfer.config.engine import DraftSampling, EngineArgs, cache_dir, folder
 from deepinfer.config.environment import Environment, environment

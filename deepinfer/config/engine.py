@@ -28,18 +28,19 @@ EngineType = Literal["NORMAL", "PROMPT", "COMPLETION"]
 DraftSampling = Literal["coupled", "sampled", "argmax"]
 """How drafts are chosen.
 
-``argmax``: the best token; verified without draft logits.  ``sampled``: drawn with noise of its own; verified with the logits.
-``coupled``: drawn with the noise that will decide the emitted token, and verified by comparing the two.
+``argmax``: a draft is the best token; it is verified without draft logits.  ``sampled``: a draft is drawn with its own noise; it
+is verified with the draft logits.  ``coupled``: a draft is drawn with the same noise as the emitted token; it is verified by
+comparing the two tokens.
 """
 
 _MAX_MODEL_LEN = 4096
 _SHOWN_LENGTH = 100
 _TOKENS_PER_BLOCK = 128
 _POOL_SHARE = 0.8
-"""The longest request must fit into this part of the pages, or it would run alone and be preempted by anything."""
+"""The longest request must fit into this share of the pages.  Otherwise it runs alone, and any other request preempts it."""
 
 _MIN_SECONDS = 0.01
-"""Of a step: what is watched is looked at a hundred times a second at most."""
+"""Smallest time limit of a step: the watchdog looks at most a hundred times a second."""
 _WHOLE: dict[str, tuple[int, int, str]] = {
     "max_model_len": (1, MAX_LENGTH, "a positive whole number"),
     "max_num_seqs": (1, 1 << 20, "a positive whole number"),
@@ -63,7 +64,7 @@ _WHOLE: dict[str, tuple[int, int, str]] = {
     "gc_interval_steps": (1, MOST, "a positive whole number"),
     "decode_perf_cache_ttl_s": (0, MOST, "0 or a positive number of seconds"),
 }
-"""Setting -> (least, most), both allowed, and what it is in words."""
+"""Setting -> (least, greatest), both allowed, and the expected value in words."""
 
 _NUMBER: dict[str, tuple[float, float, str]] = {
     "state_slots_ratio": (1, MAX_SLOTS_RATIO, "1 or more; 1.2 is usual"),
@@ -83,14 +84,14 @@ _ONLY: dict[str, tuple[object, str]] = {
     "revision": (None, "models are local directories"),
     "tokenizer_revision": (None, "models are local directories"),
 }
-"""Settings of the original engine that have one supported value here, and why."""
+"""Setting of the original engine -> its one supported value here, and the reason."""
 
 
 def folder(what: str, text: str) -> Path:
-    """The path that ``text`` spells, ``~`` being a home folder; ``what`` names where it was given.
+    """The path ``text``, with ``~`` for a home folder; ``what`` is the setting or variable that gave it.
 
     Raises:
-        ConfigError: it spells none.
+        ConfigError: ``text`` is not a path.
     """
     try:
         os.fsencode(text)
@@ -98,7 +99,7 @@ def folder(what: str, text: str) -> Path:
     except UnicodeEncodeError:
         raise ConfigError(f"{what}={_shown(text)} has characters that no path has; name a folder") from None
     except RuntimeError:
-        raise ConfigError(f"{what}={_shown(text)} begins at a home folder, and nobody knows where that is; set HOME") from None
+        raise ConfigError(f"{what}={_shown(text)} begins at a home folder, which is unknown; set HOME") from None
     if "\0" in text:
         raise ConfigError(f"{what}={_shown(text)} has a zero byte, which no path has; name a folder")
     return path
@@ -108,7 +109,7 @@ def cache_dir() -> Path:
     """Where files made on first use are kept: ``DEEPINFER_CACHE_DIR``, else ``deepinfer`` in the user's cache.
 
     Raises:
-        ConfigError: nobody knows where that is; names the variable to set.
+        ConfigError: the user has no home folder.  The message names the variable to set.
     """
     chosen = environment().cache_dir
     if chosen:
@@ -126,65 +127,66 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """What an engine is started with; after construction every number is the one that holds.
+    """Settings of an engine; after construction every automatic value is replaced by the value in use.
 
-    Names and defaults are the original engine's up to ``offline_inference``.  Settings for which it has an environment variable
-    take that as their default.
+    Up to ``offline_inference``, names and defaults are those of the original engine.  The default of a setting with an
+    environment variable is the value of the variable.
 
     Attributes:
         model: checkpoint directory, or ``nano``.
-        served_model_name: what a server calls the model.
+        served_model_name: name of the model in a server's answers.
         tokenizer: directory of ``tokenizer.json``; None for the model's own.
         trust_remote_code: accepted; code of a checkpoint is never run.
         load_format: ``auto`` reads the checkpoint, ``dummy`` makes random weights of its shape.
-        seed: of dummy weights, any whole number; of one of more than 64 bits the low 64 count.
+        seed: seed of dummy weights, any whole number; only the low 64 bits of a longer one are used.
         max_model_len: prompt plus output tokens of one request; None is 4096.
-        data_parallel_size, context_parallel_size, expert_parallel_size, engram_parallel_size: ranks; 0 for the least that fits.
-        engine_rank, engine_group_rank: which of them this is.
+        data_parallel_size, context_parallel_size, expert_parallel_size, engram_parallel_size: numbers of ranks; 0 for the
+            smallest possible number.
+        engine_rank, engine_group_rank: rank of this engine.
         gpu_memory_utilization: share of a GPU's memory that weights and caches may use.
-        max_num_batched_tokens: tokens of one step; 0 or None makes room for the longest prompt, at least 4096.
-        max_num_seqs: requests running at once.
-        disable_log_stats: no log line with rates.
-        stop_preempted_request: end a request that lost its pages instead of computing it again.
-        engine_type: whether it does prefill, decode or both.
-        chunked_prefill: cut prompts that are longer than a step.  False insists that every prompt fits into one; None cuts
-            where ``max_num_batched_tokens`` makes it necessary.  A cut changes no result.
-        ignore_len: tokens from which a prompt is not even looked at.
+        max_num_batched_tokens: largest number of tokens in a step; 0 or None is enough for the longest prompt, at least 4096.
+        max_num_seqs: largest number of running requests.
+        disable_log_stats: write no log line with rates.
+        stop_preempted_request: end a preempted request instead of computing it again.
+        engine_type: whether the engine does prefill, decode or both.
+        chunked_prefill: split prompts that are longer than a step into chunks.  False requires that every prompt fits into one
+            step; None is True if ``max_num_batched_tokens`` is smaller than ``max_model_len``.  Chunks change no result.
+        ignore_len: a prompt with at least so many tokens is dropped.
         tokens_per_block: tokens of a KV page; -1 is 128.
-        lookahead_tokens: reserved ahead of drafts.
+        lookahead_tokens: tokens reserved in advance.
         offline_inference: accepted; nothing depends on it.
-        revision, tokenizer_revision: of a model on a hub.
+        revision, tokenizer_revision: revision of a model on a hub.
         device: ``auto`` (a CUDA device if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        enable_prefix_cache: keep pages of ended requests and find them again.
-        hit_invariant: replay so much after a cache hit that the result equals a cold run's, bit for bit.
+        enable_prefix_cache: keep pages of finished requests for later requests with the same prefix.
+        hit_invariant: after a cache hit, replay enough tokens for the same result as without cache, bit for bit.
         decoder_replay: which rows of a prompt the decoder half computes: all (``off``), or the last
-            ``decoder_replay_keep_tokens``, the others being masked (``mask``) or left out (``compact``).
-        decoder_replay_keep_tokens: 140 is usual.
-        num_drafts: drafts of a round at most; 0 turns speculation off.
-        adaptive_drafts: verify as many drafts as confidences and step times make worthwhile, instead of all.
-        draft_sampling: how drafts are drawn and verified.  ``coupled``: with the noise that will choose the emitted token, which
-            is then the same whatever was drafted and however much of it verified; a seed repeats its text under any load.
-            ``sampled``: by exact rejection sampling, which accepts more; text repeats only if lengths do, i.e. without
-            ``adaptive_drafts``.  ``argmax``: the best token is drafted, and rejected as a draft of probability one.  The law of
-            the text is the same in all three.
+            ``decoder_replay_keep_tokens``; the others are masked (``mask``) or removed (``compact``).
+        decoder_replay_keep_tokens: number of these rows; 140 is usual.
+        num_drafts: largest number of drafts in a round; 0 turns speculation off.
+        adaptive_drafts: choose from confidences and step times how many drafts to verify, instead of all.
+        draft_sampling: how drafts are drawn and verified.  ``coupled``: with the noise of the emitted token.  Then the emitted
+            token does not depend on the drafts, so a seed gives the same text under any load.  ``sampled``: by exact rejection
+            sampling, which accepts more drafts.  A seed then gives the same text only without ``adaptive_drafts``.  ``argmax``:
+            the best token is drafted, and verified as a draft of probability 1.  The distribution of the text is the same in
+            all three modes.
         confidence_temperatures: scale of draft confidences, one for all positions or one for each; above 1 is less certain.
-        max_backtracking_tokens: tokens that a step may take back, at least ``num_drafts`` + 1; 0 for just that.
-        decode_perf_cache_dir: where measured step times are kept; None measures at each start and writes nothing.
-        decode_perf_cache_ttl_s: seconds during which they count.
-        banned_token_ids: tokens never sampled, by nobody.
-        batch_invariant: accepted; a request's results never depend on the batch here, every operator sees to that.
-        asynchronous: plan a step while the one before runs.
+        max_backtracking_tokens: tokens that a step may take back, at least ``num_drafts`` + 1; 0 for this minimum.
+        decode_perf_cache_dir: folder for measured step times; None measures at each start and writes nothing.
+        decode_perf_cache_ttl_s: seconds for which measured step times are valid.
+        banned_token_ids: tokens that no request samples.
+        batch_invariant: accepted; a request's results never depend on the batch.
+        asynchronous: plan a step while the step before runs.
         state_slots_ratio: state slots per running request.
-        max_sum_keys: most keys, summed over the prompts of a step.
+        max_sum_keys: largest number of keys, summed over the prompts of a step.
         enforce_eager, draft_enforce_eager: launch every operator of the model, and of the drafter, instead of replaying captured
-            CUDA graphs.  Results are the same bits.
-        graph_rows_interval, graph_requests_interval: rows and requests of a decode step are rounded up to multiples of these, and
-            to powers of two below them, so that a captured graph fits.
-        sync_guard: make waiting for the device between launch and commit an error.
+            CUDA graphs.  The results have the same bits.
+        graph_rows_interval, graph_requests_interval: spacing of the buckets of captured graphs.  Rows and requests of a decode
+            step are rounded up to multiples of these, and to powers of two below them.
+        sync_guard: raise an error if the host waits for the device between launch and commit.
         logging_interval_steps: steps between two log lines.
         gc_interval_steps: steps between two runs of the garbage collector in a core process.
-        step_warn_s: a step of more seconds, at least 0.01, has its stacks logged.
-        step_limit_s: a step of more seconds, at least 0.01, ends the core process; infinite for never.
+        step_warn_s: if a step takes more seconds, its stacks are logged; at least 0.01.
+        step_limit_s: if a step takes more seconds, the core process ends; at least 0.01; infinite for never.
     """
 
     model: str
@@ -242,10 +244,10 @@ class EngineArgs:
     step_limit_s: float = 600.0
 
     def __post_init__(self) -> None:
-        """Check every value and fill in those that depend on others.
+        """Check every value, and replace automatic values.
 
         Raises:
-            ConfigError: names the setting, its value and what it may be.
+            ConfigError: a value is not allowed.  The message names the setting, its value and the allowed values.
         """
         self._fill_in()
         self._check_values()
@@ -257,7 +259,7 @@ class EngineArgs:
                 )
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen for everyone else
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def _fill_in(self) -> None:
         for each in dataclasses.fields(self):
@@ -385,14 +387,14 @@ class EngineArgs:
 
     @property
     def max_runtime_len(self) -> int:
-        """Tokens that one request may have pages for: asynchronous planning reserves one more than it may end up with."""
+        """Largest number of tokens of a request that need pages; asynchronous planning reserves one more than max_model_len."""
         return self.max_model_len + (1 if self.asynchronous else 0)
 
     def check_pool(self, num_pages: int) -> None:
-        """Whether the longest request fits into 80 % of a pool of ``num_pages`` usable pages.
+        """Check that the longest request fits into 80 % of a pool of ``num_pages`` usable pages.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not fit.
         """
         needed, usable = -(-self.max_runtime_len // self.tokens_per_block), int(num_pages * _POOL_SHARE)
         if needed > usable:
@@ -407,7 +409,7 @@ class EngineArgs:
         """Settings by name; None stands for the default.
 
         Raises:
-            ConfigError: a name is unknown, or as above.
+            ConfigError: a name is unknown, or a value is not allowed.
         """
         known = {each.name for each in dataclasses.fields(cls)}
         for name in given:
@@ -420,7 +422,7 @@ class EngineArgs:
 
 
 def _plain(value: object) -> object:
-    """A value as plain Python has it: scalars and lists of numpy and torch, paths, and lists for tuples."""
+    """A plain Python value: converts scalars and arrays of numpy and torch, paths, and lists (to tuples)."""
     if isinstance(value, bool):
         return value
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -435,7 +437,7 @@ def _plain(value: object) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in a sentence: the beginning of a long one, the type of one that is no plain value."""
+    """A value for a message: a long one is cut, and of a value that is not plain only the type is shown."""
     if value is not None and not isinstance(value, bool | int | float | str | bytes | tuple | list | dict):
         return f"<{type(value).__name__}>"
     try:

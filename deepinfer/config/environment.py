@@ -1,12 +1,13 @@
-"""The ``DEEPINFER_*`` variables: one table, read once, when a setting is first asked for.
+"""The ``DEEPINFER_*`` variables: one table.  The environment is read once, when a setting is first needed.
 
-Every variable of the original engine is known here by name, default and meaning, and its row says what this engine does with it:
+The table has every variable of the original engine, with name, default, meaning and use:
 
-* ``used``: it sets something; :class:`Environment` has it as a field.
-* ``harmless``: what it tunes is not here, or cannot change a result; any valid value is accepted and has no effect.
-* ``refused``: a value other than the default asks for something this engine does not do; that is an error, not a surprise.
+* ``used``: the variable is a setting; :class:`Environment` has it as a field.
+* ``harmless``: the variable tunes something that this engine does not have, or that changes no result.  Any valid value is
+  accepted and has no effect.
+* ``refused``: a value other than the default needs something that this engine does not have; it is an error.
 
-A variable nobody knows is worth a warning with the nearest known name: it is most likely a slip of the pen.
+An unknown variable is probably a typing error; it gives a warning with the nearest known name.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ logger = logging.getLogger(__name__)
 PREFIX = "DEEPINFER_"
 _SHOWN_LENGTH = 100
 MOST: Final = (1 << 63) - 1
-"""Of whole numbers that are only counted up to; messages to a core process have integers of 64 bits."""
+"""Limit of whole numbers without another limit; messages to a core process have integers of 64 bits."""
 MAX_LENGTH: Final = 1 << 30
-"""Of a sequence, in tokens; positions are int32."""
+"""Limit of a sequence, in tokens; positions are int32."""
 MAX_DRAFTS: Final = 1 << 10
 MAX_BACKTRACKING: Final = 1 << 16
 MAX_SLOTS_RATIO: Final = 1 << 20
 FP32_NORMAL: Final = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
-"""Least and greatest normal number of fp32, in which confidences are divided by their temperature."""
+"""Smallest and largest normal number of fp32; confidences are divided by their temperature in fp32."""
 ReplayMode = Literal["off", "mask", "compact"]
 Use = Literal["used", "harmless", "refused"]
 
@@ -44,26 +45,26 @@ class Environment:
     """The variables that are used, by their names without prefix, in lower case.
 
     Attributes:
-        cache_dir: where files made on first use are kept; None for ``deepinfer`` in the user's cache.
+        cache_dir: folder for files made on first use; None for ``deepinfer`` in the user's cache.
         hf_model_dir: checkpoint directory that the examples serve; None for ``nano``.
-        use_nextn_decode: drafts of a round at most; 0 turns speculation off.
+        use_nextn_decode: largest number of drafts in a round; 0 turns speculation off.
         enable_mtp_varlen: choose by confidence how many drafts to verify.
-        max_backtracking_tokens: tokens that a step may take back; None for one more than the drafts.
+        max_backtracking_tokens: tokens that a step may take back; None for one more than the largest number of drafts.
         dflash_confidence_head_temperature: scale of draft confidences, one for all positions or one for each.
-        decode_perf_cache_dir: where measured step times are kept; None keeps none.
-        decode_perf_cache_ttl_sec: seconds during which they count.
-        decode_token_blacklist: tokens never sampled.
-        batch_invariant: results apart from the batch; here they always are.
-        prefill_max_sum_seqlen_k: most keys, summed over the prompts of a step.
+        decode_perf_cache_dir: folder for measured step times; None stores none.
+        decode_perf_cache_ttl_sec: seconds for which measured step times are valid.
+        decode_token_blacklist: tokens that are never sampled.
+        batch_invariant: results do not depend on the batch; in this engine they never do.
+        prefill_max_sum_seqlen_k: largest number of keys, summed over the prompts of a step.
         num_state_slots_ratio: state slots per running request.
-        zero_overhead_scheduling: plan a step while the one before runs.
+        zero_overhead_scheduling: plan a step while the step before runs.
         yoco_prefill_truncation_mode: which rows of a prompt the decoder half computes.
-        yoco_prefill_keep_tokens: last tokens of a prompt that go through the decoder half.
-        disable_sync_guard: allow waiting for the device between launch and commit.
-        enforce_eager, dflash_enforce_eager: no captured graphs, of the model and of the drafter.
+        yoco_prefill_keep_tokens: number of last tokens of a prompt that the decoder half computes.
+        disable_sync_guard: the host may wait for the device between launch and commit.
+        enforce_eager, dflash_enforce_eager: no captured graphs for the model, or for the drafter.
         cudagraph_batch_size_interval, dflash_cudagraph_batch_size_interval: spacing of captured sizes, in rows and in requests.
         logging_interval_step: steps between two log lines.
-        gc_interval_step: steps between two runs of the garbage collector, which is off otherwise.
+        gc_interval_step: steps between two runs of the garbage collector, which does not run in between.
     """
 
     cache_dir: str | None
@@ -92,14 +93,14 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """One row of the table.
+    """One variable of the table.
 
     Attributes:
-        name: with its prefix.
-        parse: text to value; its ``ValueError`` says what was expected.
-        default: value when it is unset or empty.
-        use: what the engine does with it.
-        meaning: in one line.
+        name: name with its prefix.
+        parse: text -> value; the text of its ``ValueError`` is the expected value.
+        default: value if the variable is unset or empty.
+        use: what the engine does with the variable.
+        meaning: meaning in one line.
     """
 
     name: str
@@ -123,7 +124,7 @@ def _whole(low: int, high: int = MOST) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:  # no number, or one of thousands of digits
+        except ValueError:  # not a number, or thousands of digits
             value = low - 1
         if value > high:
             raise ValueError(f"a whole number from {low} to {high}")
@@ -181,18 +182,18 @@ def _table(*rows: tuple[str, Callable[[str], Any], Any, Use, str]) -> dict[str, 
 
 
 VARIABLES = _table(
-    # Where things are.
+    # Folders and devices.
     ("CACHE_DIR", _text, None, "used", "folder for files made on first use"),
     ("HF_MODEL_DIR", _text, None, "used", "checkpoint directory that the examples serve"),
     ("TEST_SLOW", _flag, False, "harmless", "run the slow tests too; read by the tests"),
     ("ACCELERATOR", _choice("nvidia", "ascend"), "nvidia", "refused", "family of devices"),
     ("JIT_CACHE_DIR", _text, None, "harmless", "root of kernel caches"),
-    # Parallelism: one rank has nobody to talk to and no expert to move.
+    # Parallelism; this engine has one rank.
     ("NCCL_NUM_SMS", _whole(1), 32, "harmless", "thread blocks of collectives"),
     ("USERBUFFER_COMM_SMS", _whole(0), 0, "harmless", "multiprocessors of dispatch and combine; 0 chooses"),
     ("GLOO_TIMEOUT", _whole(1), 14400, "harmless", "seconds until a CPU process group gives up"),
     ("REARRANGE_P2P_GROUPS", _whole(1), 1, "harmless", "buckets of an expert weight exchange"),
-    ("OVERRIDE_NUM_EXTRA_EXPERTS", _whole(0), 0, "refused", "least number of redundant experts"),
+    ("OVERRIDE_NUM_EXTRA_EXPERTS", _whole(0), 0, "refused", "smallest number of redundant experts"),
     ("EXPERT_COUNT_WINDOW_SIZE", _whole(1), 100, "harmless", "steps of expert load history"),
     ("EXPERT_REARRANGEMENT_STEP_INTERVAL", _whole(0), 0, "refused", "steps between rearrangements of experts; 0 is never"),
     ("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", _flag, False, "harmless", "count prefill, rearrange at the next decode step"),
@@ -201,60 +202,60 @@ VARIABLES = _table(
     ("FORCE_LOAD_BALANCE", _flag, False, "refused", "route at random"),
     ("SHOW_EPLB_DETAIL", _flag, False, "harmless", "a table at each rearrangement"),
     # Scheduling and memory.
-    ("ZERO_OVERHEAD_SCHEDULING", _flag, True, "used", "plan a step while the one before runs"),
-    ("PREFILL_MAX_SUM_SEQLEN_K", _whole(1), 2**30, "used", "most keys, summed over the prompts of a step"),
+    ("ZERO_OVERHEAD_SCHEDULING", _flag, True, "used", "plan a step while the step before runs"),
+    ("PREFILL_MAX_SUM_SEQLEN_K", _whole(1), 2**30, "used", "largest number of keys, summed over the prompts of a step"),
     ("NUM_STATE_SLOTS_RATIO", _real(1, MAX_SLOTS_RATIO), 1.2, "used", "state slots per running request"),
     ("PREFILL_ATTEMPT_INTERVAL", _whole(1), 70, "harmless", "decode steps between votes of all ranks on a prefill"),
     ("PREFILL_ANY_ATTEMPT_INTERVAL", _whole(1), 100, "harmless", "decode steps until one rank's vote is enough"),
     ("INDEX_ATTN_MEMORY_LIMIT", _whole(1), 10 << 30, "harmless", "bytes of the indexer's workspace"),
     ("PREFILL_STORE_EXTRA_STATE", _flag, False, "refused", "longer rings on a prefill engine"),
-    ("PREFILL_STORE_EXTRA_SIZE", _whole(1), 128, "harmless", "by how many tokens they are longer"),
+    ("PREFILL_STORE_EXTRA_SIZE", _whole(1), 128, "harmless", "additional tokens of the longer rings"),
     (
         "YOCO_PREFILL_TRUNCATION_MODE",
         _choice("off", "mask", "compact"),
         "off",
         "used",
-        "decoder half on a prompt's end only",
+        "decoder half only for the end of a prompt",
     ),
-    ("YOCO_PREFILL_KEEP_TOKENS", _whole(0, MAX_LENGTH), 0, "used", "tokens of that end"),
-    ("BATCH_INVARIANT", _flag, False, "used", "results apart from the batch; here they always are"),
-    ("DISABLE_SYNC_GUARD", _flag, False, "used", "allow waiting for the device between launch and commit"),
+    ("YOCO_PREFILL_KEEP_TOKENS", _whole(0, MAX_LENGTH), 0, "used", "tokens of a prompt's end for the decoder half"),
+    ("BATCH_INVARIANT", _flag, False, "used", "results do not depend on the batch; here they never do"),
+    ("DISABLE_SYNC_GUARD", _flag, False, "used", "the host may wait for the device between launch and commit"),
     ("ENFORCE_EAGER", _flag, False, "used", "no captured graphs"),
     ("DFLASH_ENFORCE_EAGER", _flag, False, "used", "no captured graphs for the drafter"),
     ("CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of captured sizes, in rows"),
     ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", _whole(1), 8, "used", "spacing of the drafter's captured sizes, in requests"),
     # Speculation.
-    ("USE_NEXTN_DECODE", _whole(0, MAX_DRAFTS), 5, "used", "drafts of a round at most; 0 turns speculation off"),
+    ("USE_NEXTN_DECODE", _whole(0, MAX_DRAFTS), 5, "used", "largest number of drafts in a round; 0 turns speculation off"),
     ("ENABLE_MTP_VARLEN", _flag, False, "used", "choose by confidence how many drafts to verify"),
     ("MAX_BACKTRACKING_TOKENS", _whole(1, MAX_BACKTRACKING), None, "used", "tokens that a step may take back"),
     ("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", _temperatures, (1.0,), "used", "scale of draft confidences"),
     ("DECODE_PERF_CACHE_DIR", _text, None, "used", "folder for measured step times"),
-    ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "used", "seconds during which they count"),
+    ("DECODE_PERF_CACHE_TTL_SEC", _whole(0), 3600, "used", "seconds for which measured step times are valid"),
     # The model and sampling.
-    ("ENGRAM_PAD_TOKEN", _whole(0), 2, "refused", "what n-grams see before the first token"),
+    ("ENGRAM_PAD_TOKEN", _whole(0), 2, "refused", "token of n-grams before the first token"),
     ("ENGRAM_FORCE_GPU_STORAGE", _flag, False, "harmless", "n-gram tables in device memory"),
     ("SAMPLER_FORCE_TOPK", _whole(0), 0, "refused", "restrict sampling to the best tokens; 0 is off"),
-    ("DECODE_TOKEN_BLACKLIST", _ids, (), "used", "tokens never sampled"),
+    ("DECODE_TOKEN_BLACKLIST", _ids, (), "used", "tokens that are never sampled"),
     ("COMPUTE_SUM_SMALLER_PROBS", _flag, False, "refused", "return the mass of less likely tokens"),
-    # Grammars, of which there are none yet.
+    # Grammars; this engine has none.
     ("XGRAMMAR_TIMEOUT", _real(0), 20.0, "harmless", "seconds for compiling a grammar"),
-    ("XGRAMMAR_DISABLE_CACHE", _flag, False, "harmless", "compile grammars anew"),
+    ("XGRAMMAR_DISABLE_CACHE", _flag, False, "harmless", "compile every grammar again"),
     ("XGRAMMAR_CACHE_LIMIT_BYTES", _whole(0), 10 << 30, "harmless", "size of the grammar cache"),
-    ("XGRAMMAR_DEBUG", _flag, False, "harmless", "talk about grammars"),
+    ("XGRAMMAR_DEBUG", _flag, False, "harmless", "log grammars"),
     ("SO_BUILDER_CPUS", _whole(1), 4, "harmless", "processes that compile grammars"),
     # Images.
     ("USE_MULTIMODAL_POOL", _flag, True, "harmless", "pinned host memory for images"),
-    ("MULTIMODAL_POOL_SIZE_GB", _real(0), 8.0, "harmless", "its size"),
+    ("MULTIMODAL_POOL_SIZE_GB", _real(0), 8.0, "harmless", "size of that memory"),
     ("MULTI_MODAL_BUFFER_SIZE", _whole(1), 512, "harmless", "queue of prepared images"),
     ("MULTI_MODAL_WORKER_TIMEOUT", _whole(1), 1800, "harmless", "seconds until preparing an image is given up"),
     # Operation.
     ("LOGGING_INTERVAL_STEP", _whole(1), 100, "used", "steps between two log lines"),
     ("GC_INTERVAL_STEP", _whole(1), 1000, "used", "steps between two runs of the garbage collector"),
-    ("NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", _whole(1), 1000, "harmless", "steps between looks at the collectives' memory"),
+    ("NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", _whole(1), 1000, "harmless", "steps between samples of the collectives' memory"),
     ("RINGBUFFER_WARNING_INTERVAL", _whole(1), 60, "harmless", "seconds between warnings of a full ring"),
     ("PROFILE_HTTP_ENABLE", _flag, False, "refused", "serve /profile"),
-    ("PROFILE_HTTP_PORT_BASE", _whole(1, 65535), 6070, "harmless", "its port"),
-    ("TORCH_PROFILER_DIR", _text, None, "harmless", "where profiles go"),
+    ("PROFILE_HTTP_PORT_BASE", _whole(1, 65535), 6070, "harmless", "port of /profile"),
+    ("TORCH_PROFILER_DIR", _text, None, "harmless", "folder for profiles"),
     ("PROFILE_TORCH_CUDA_MEMORY", _flag, False, "refused", "record device allocations"),
     ("ENABLE_MEMORY_TRACING", _flag, False, "refused", "trace memory"),
 )
@@ -262,12 +263,12 @@ VARIABLES = _table(
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
-    """Check all ``DEEPINFER_*`` of ``variables`` and return what is used of them.
+    """Check all ``DEEPINFER_*`` of ``variables`` and return those that are used.
 
     An empty value counts as unset.
 
     Raises:
-        ConfigError: a value cannot be read, or asks for what the engine does not do; names the variable.
+        ConfigError: a value cannot be read or is not supported.  The message names the variable.
     """
     given = {name: text.strip() for name, text in variables.items() if name.startswith(PREFIX) and text.strip()}
     for name in sorted(given.keys() - VARIABLES.keys()):
@@ -281,7 +282,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     )
 
 
-def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (of the row's type)
+def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (the type depends on the variable)
     if text is None:
         return row.default
     try:
@@ -299,5 +300,5 @@ def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (of the row
 
 @functools.cache
 def environment() -> Environment:
-    """This process's variables, read when first asked for."""
+    """This process's variables, read at the first call."""
     return read_environment(os.environ)

@@ -1,4 +1,4 @@
-"""``config.json``: every key known, every value checked, and the constraints that the engine relies on."""
+"""``config.json``: its keys, the checks of its values, and the constraints that the engine relies on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _FIXED: dict[str, object] = {
     "text_config.tie_word_embeddings": False,
     "vision_config.model_type": "deepseek_v41_vision",
 }
-"""Facts of the architecture: the file must state them, and there is one supported value."""
+"""Required keys with exactly one supported value: facts of the architecture."""
 
 _OPTIONAL: dict[str, object] = {
     "quantization_config.fmt": "e4m3",
@@ -58,26 +58,26 @@ _OPTIONAL: dict[str, object] = {
     "text_config.sample_from_anchor": True,
     "text_config.dspark_draft_topk": None,
 }
-"""Keys that derived copies carry; absent means the value given here, and no other is supported."""
+"""Optional keys of derived copies; if absent, the value is the one given here, and no other value is supported."""
 
 _INFORMATIONAL: dict[str, tuple[_Kind, object]] = {
     "transformers_version": ("string", "5.6.0"),
     "text_config.use_cache": ("true or false", True),
     "text_config.initializer_range": ("number", 0.02),
 }
-"""Keys without influence on inference: their type is checked; the value is what :func:`config_json` writes."""
+"""Keys without influence on inference: their type is checked; :func:`config_json` writes the value given here."""
 
 _ALIASES = {"text_config.rope_scaling.type": "text_config.rope_scaling.rope_type"}
-"""Required key -> the optional key that may stand for it."""
+"""Required key -> optional key that may replace it."""
 
 _SAME_AS = {"text_config.index_k_source_layer_ids": "text_config.kv_source_layer_ids"}
-"""Optional key -> the key it must repeat: index keys are always written where main entries are."""
+"""Optional key -> key with the same value: index keys and main entries are written by the same layers."""
 
 _ADVICE = "correct config.json, or serve a checkpoint of DeepSeek-V4.1-Flash"
 _MAX_FILE_BYTES = 4 << 20
-"""The published file has 4 KB; what is a thousand times as large is another file."""
+"""Largest accepted file; the published file has 4 KB."""
 _MAX_DIGITS = 1000
-"""More than any number here has, fewer than Python converts."""
+"""Digits of an integer that are read: more than any valid number has, fewer than Python's limit."""
 _SHOWN_LENGTH = 80
 _LISTED = 20
 
@@ -87,10 +87,10 @@ class _Key:
     """One key of the file.
 
     Attributes:
-        kind: what its value must be; "fixed" values equal ``value``.
-        value: of a fixed or informational key.
-        is_optional: absence is no error.
-        is_field: the value lives in a configuration dataclass, under the key's last name.
+        kind: kind of its value; a "fixed" value must equal ``value``.
+        value: value of a fixed or informational key.
+        is_optional: whether the key may be absent.
+        is_field: whether the value is a field of a configuration dataclass; the field has the last name of the key.
     """
 
     kind: _Kind
@@ -140,7 +140,7 @@ _PATHS = {path.rpartition(".")[2]: path for path, key in _KEYS.items() if key.is
 
 
 def _is_a(value: object, kind: _Kind) -> bool:
-    """Whether a JSON value is of the kind: true and false are no numbers, numbers are finite, integers have 64 bits."""
+    """Whether a JSON value has the kind: true and false are not numbers, numbers are finite, integers have 64 bits."""
     if kind == "list of integers":
         return isinstance(value, list) and all(_is_a(each, "integer") for each in value)
     if kind == "true or false":
@@ -162,7 +162,7 @@ def _equals(value: object, expected: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A JSON value on one line, the end of a long one left out."""
+    """A JSON value on one line; a long one is cut."""
     try:
         text = json.dumps(value, default=repr)
     except RecursionError:
@@ -173,18 +173,18 @@ def _shown(value: object) -> str:
 
 
 def _named(path: str) -> str:
-    """A key's path as it is, or quoted and shortened where it would not stand in a sentence."""
+    """A key's path; quoted and cut if it is long or not printable."""
     return path if path.isprintable() and len(path) <= _SHOWN_LENGTH else _shown(path)
 
 
 def _flatten(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Leaf values by dotted path, and what is wrong with the sections themselves, by section."""
+    """Leaf values by dotted path, and the problem of each broken section."""
     flat: dict[str, Any] = {}
     problems = {}
 
     def take(prefix: str, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if "." in name:  # as a path it would pass for a key of a section
+            if "." in name:  # its path would look like a key of a section
                 problems[prefix + name] = _unknown(prefix + name, value)
             else:
                 flat[prefix + name] = value
@@ -228,7 +228,7 @@ def _expected_keys(has_vision: bool) -> dict[str, _Key]:
 
 
 def _raise_if(problems: Iterable[str]) -> None:
-    """Raise for one problem its sentence, for several a list, which ends where nobody would read on."""
+    """Raise for one problem its message; for several problems a list, limited to :data:`_LISTED`."""
     found = list(itertools.islice(problems, _LISTED + 1))
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -239,16 +239,17 @@ def _raise_if(problems: Iterable[str]) -> None:
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
-    """Read the published structure of ``config.json``; nothing is ignored.
+    """Read the published structure of ``config.json``; no key is ignored.
 
     Args:
-        raw: the decoded JSON object.  ``vision_config`` may be absent or null: a model without images.
+        raw: the decoded JSON object.  ``vision_config`` is absent or null for a model without images.
 
     Returns:
         A configuration that satisfies :func:`check`.
 
     Raises:
-        ConfigError: unknown, missing, mistyped or unsupported keys; lists all of them by dotted path.
+        ConfigError: keys are unknown or missing, or values have a wrong type or are not supported.  The message lists them
+            by dotted path.
 
     Source: the published ``config.json``, whose ``dspark_*`` keys describe the drafter.
     """
@@ -263,7 +264,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _key_problems(flat: dict[str, Any], keys: dict[str, _Key], broken: dict[str, str]) -> Iterator[str]:
-    """What is wrong with leaf values, those in ``broken`` sections apart."""
+    """Problems of keys and leaf values outside ``broken`` sections."""
     for path, value in flat.items():
         if path not in keys:
             yield _unknown(path, value)
@@ -296,7 +297,7 @@ def _assemble(flat: dict[str, Any], keys: dict[str, _Key]) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The published structure of a configuration: ``parse_config(config_json(config)) == config``."""
+    """The content of ``config.json`` for a configuration: ``parse_config(config_json(config)) == config``."""
     tree: dict[str, Any] = {}
     for path, key in _expected_keys(has_vision=config.vision is not None).items():
         section, _, name = path.rpartition(".")
@@ -315,17 +316,17 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    """An integer; of one that no range allows the first digits, for Python refuses to convert thousands of them."""
+    """An integer.  Only the first digits of a very long one are read, because Python refuses to convert thousands of digits."""
     return int(text[:_MAX_DIGITS])
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object without repeated keys, of which JSON readers take one or the other."""
+    """An object without repeated keys; JSON readers differ in which of two values they take."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
         repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {_named(repeated)} stands twice in one object")
+        raise ValueError(f"the key {_named(repeated)} occurs twice in one object")
     return made
 
 
@@ -333,7 +334,7 @@ def load_config(model_dir: Path) -> ModelConfig:
     """Read and check ``config.json`` of a model directory.
 
     Raises:
-        ConfigError: the file is absent, is no JSON or describes no supported model; names the file.
+        ConfigError: the file is absent, is not JSON or does not describe a supported model.  The message names the file.
     """
     path = model_dir / "config.json"
     try:
@@ -367,12 +368,13 @@ QUANT_BLOCK = 32
 
 
 def check(config: ModelConfig) -> None:
-    """Verify everything the rest of the engine relies on and that needs neither weights nor tokenizer.
+    """Check every constraint that the engine relies on and that needs neither weights nor tokenizer.
 
     Raises:
-        ConfigError: lists all violated constraints, each with the key, the value found and what it must be.
+        ConfigError: constraints are violated.  The message lists for each the key, the value and the constraint.
 
-    Source: what the published shape satisfies and the mathematics of the layers, of drafting and of bounded replay need.
+    Source: the mathematics of the layers, of drafting and of bounded replay needs these constraints; the published shape
+    satisfies them.
     """
     # Later groups rely on earlier ones: widths on positive numbers, layer rules on lists of the right length.
     for group in (_number_problems, _width_problems, _layer_problems, _source_problems, _engram_problems, _draft_problems):
@@ -384,7 +386,7 @@ def _problem(path: str, found: object, expected: str, action: str = _ADVICE) -> 
 
 
 def _digits(bound: float) -> str:
-    """Format of a bound: integers in full."""
+    """Format of a bound: all digits of an integer."""
     return "d" if isinstance(bound, int) else "g"
 
 

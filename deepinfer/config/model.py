@@ -1,7 +1,8 @@
 """The shape of a model, as frozen values.
 
-The field names of :class:`ModelConfig` are the keys of the published ``text_config``, so that a reader of either finds the
-other.  Source: the published ``config.json`` of DeepSeek-V4.1-Flash.
+The field names of :class:`ModelConfig` are the keys of the published ``text_config``.
+
+Source: the published ``config.json`` of DeepSeek-V4.1-Flash.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model's shape.  Everything below is checked once at load and relied on afterwards.
+    """Shape of one model; it is checked once at load.
 
     Invariant: an instance made by :func:`parse_config` or :func:`named_config` satisfies every constraint of :func:`check`.
     """
@@ -102,7 +103,7 @@ class ModelConfig:
 
     @cached_property
     def num_encoder_layers(self) -> int:
-        """Index of the first ratio-1 layer: where the decoder half begins."""
+        """Index of the first ratio-1 layer, which is the first layer of the decoder half."""
         return self.compress_ratios.index(1)
 
     @cached_property
@@ -123,17 +124,17 @@ class ModelConfig:
         return max(source for source in self.index_source_layer_ids if source <= layer)
 
     def exact_replay_tokens(self, *, is_decoder_bounded: bool) -> int:
-        """Tokens to replay in front of a position for all windows behind it to be exact, bit for bit.
+        """Number of tokens to replay before a position so that all windows after it are exact, bit for bit.
 
-        A window replayed through n layers is exact once everything that its lowest layer could see is replayed too; with a
-        bounded decoder only the encoder half's windows come from there.  Even, because entries of ratio 2 pool pairs.
+        A window that passes n layers depends on n * (sliding_window - 1) earlier tokens.  With a bounded decoder only the
+        windows of the encoder half depend on replayed tokens.  The number is even, because entries of ratio 2 pool pairs.
         """
         layers = self.num_encoder_layers if is_decoder_bounded else self.num_hidden_layers
         depth = layers * (self.sliding_window - 1)
         return depth + depth % 2
 
     def kind(self, layer: int) -> LayerKind:
-        """What the layer computes itself of its global attention."""
+        """Kind of the layer: which parts of its global attention the layer itself computes."""
         if self.ratio(layer) == 0:
             return "window"
         if layer in self.kv_source_layer_ids:
@@ -168,12 +169,12 @@ def _is_prime(n: int) -> bool:
 def engram_primes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Moduli of the hash columns, one tuple per Engram layer, columns in order (n-gram size outer, head inner).
 
-    The rule lets every n-gram size of every layer search on from ``engram_vocab_size`` - 1 for primes that no earlier column
-    has; that is the run of consecutive primes from ``engram_vocab_size``, dealt out in order.
+    By the rule, every n-gram size of every layer takes the next primes above ``engram_vocab_size`` - 1 that no earlier column
+    has.  So the columns get consecutive primes from ``engram_vocab_size`` on, in order.
 
     Source: model report, Engram section; each layer's ``engram_num_embeddings`` is their sum.
 
-    Cost: about ln(engram_vocab_size) primality tests a column.
+    Cost: about ln(engram_vocab_size) primality tests for each column.
     """
     primes = filter(_is_prime, itertools.count(config.engram_vocab_size))
     return tuple(tuple(itertools.islice(primes, config.engram_columns)) for _ in config.engram_layer_ids)

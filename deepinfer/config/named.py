@@ -1,4 +1,4 @@
-"""Shapes that ship with the engine."""
+"""Configurations that are part of the engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NANO_COMPRESSED_VOCAB_SIZE = 243
 
 
 def named_config(name: Literal["golden", "nano", "full"]) -> ModelConfig:
-    """One of the shapes that ship with the engine, checked.
+    """One of the configurations that are part of the engine, checked.
 
-    * ``golden``: the 12-layer, 128-wide miniature with known numbers.
-    * ``nano``: the small model that is always at hand, the default of every command; its weights are random.
+    * ``golden``: a small model with 12 layers, hidden size 128 and golden values.
+    * ``nano``: a small model with random weights, the default of every command.
     * ``full``: DeepSeek-V4.1-Flash as published.  Source: its ``config.json``.
     """
     config = {"golden": _golden, "nano": _nano, "full": _full}[name]()

@@ -1,7 +1,7 @@
-"""The range of every number in ``config.json``: generous around published shapes, and narrow enough to answer at once.
+"""The range of every number in ``config.json``.
 
-A value outside its range is a slip of the pen, or a shape that no machine here could hold.  Without bounds such a value is found
-out late: a table of 10^12 tensors, a hash column for every one of 10^9 heads, an id that int32 cannot hold.
+Ranges are much wider than published shapes.  A value outside its range is a typing error or a shape that no machine can hold.
+Without ranges, an error would come late: a table of 10^12 tensors, 10^9 hash columns, an id that int32 cannot hold.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _HEAD_DIM: Final = (1, 1 << 12)
 _EXPERTS: Final = (1, 1 << 12)
 _CHOSEN: Final = (1, 1 << 20)
 _TOKEN_ID: Final = (0, (1 << 24) - 1)
-_EPS: Final = (1e-37, 1.0)  # fp32 has it as a normal number
-_THETA: Final = (1.01, 1e12)  # its logarithm is divided by
+_EPS: Final = (1e-37, 1.0)  # a normal number in fp32
+_THETA: Final = (1.01, 1e12)  # the code divides by its logarithm
 _FACTOR: Final = (1e-6, 1e6)
 
 RANGES: Final[dict[str, tuple[int, int] | tuple[float, float]]] = {
@@ -74,13 +74,13 @@ RANGES: Final[dict[str, tuple[int, int] | tuple[float, float]]] = {
     "vision_config.patch_size": (1, 256),
     "vision_config.rope_theta": _THETA,
     "vision_config.downsample_ratio": (1, 32),
-    "vision_config.max_image_tokens": (4, 1 << 16),  # START, one IMAGE, NEWLINE, END at least
-    "vision_config.min_pixels": (1, 1 << 26),  # a picture has 8192 x 8192 pixels at most
+    "vision_config.max_image_tokens": (4, 1 << 16),  # at least START, one IMAGE, NEWLINE and END
+    "vision_config.min_pixels": (1, 1 << 26),  # a picture has at most 8192 x 8192 pixels
     "vision_config.max_wh_ratio": (1.0, 1e6),
 }
-"""Key -> (least, most), both allowed; keys of ``vision_config`` with that prefix, others by their last name."""
+"""Key -> (least, greatest), both allowed; keys of ``vision_config`` have this prefix, others are the last part of the path."""
 
 MAX_EXPERTS: Final = 1 << 16
-"""Routed experts of all layers, draft layers included: the published model has 15,744, with six tensors each."""
+"""Limit of routed experts in all layers, draft layers included.  The published model has 15,744, with six tensors each."""
 MAX_ENGRAM_COLUMNS: Final = 1 << 12
-"""Hash columns of all Engram layers, each of which needs a prime of its own: the published model has 48."""
+"""Limit of hash columns in all Engram layers; each column needs its own prime.  The published model has 48."""
