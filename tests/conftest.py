@@ -6,12 +6,12 @@ import zlib
 import hypothesis
 import pytest
 
-# Before torch is imported: threads that wait spin by default, and two test processes on two cores then slow each other tenfold.
+# Set before torch is imported, because waiting threads spin by default: two test processes on two cores then slow down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are taken by the other processes
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other test processes use the other cores
 
-# Drawn from the test's name, so that a run can be repeated; no deadline, because machines differ in speed.
+# Examples are drawn from the test's name, so that a run can be repeated.  There is no deadline, because machines differ in speed.
 hypothesis.settings.register_profile("deepinfer", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deepinfer")
 
@@ -36,12 +36,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _num_devices():
-    import torch  # here, so that tests without tensors start at once
+    import torch  # here, so that tests without tensors start fast
 
     return torch.cuda.device_count()
 
 
 @pytest.fixture
 def seed(request):
-    """A number that depends on the test's name only."""
+    """A number that depends only on the test's name."""
     return zlib.crc32(request.node.nodeid.encode())

@@ -174,7 +174,7 @@ def test_lines_end_at_line_feeds_only(tmp_path, content):
     assert [line.prompt for line in read_prompts(path, {})] == ["a\u2028b", "c"]
 
 
-# With a fake model: what is written, and when.
+# With a fake model: what the command writes, and when.
 
 TOKENIZER = byte_tokenizer()
 ODD = "a\u2028b\u2029c\x85d\x0ce é 漢 \ufeff"
@@ -199,7 +199,7 @@ def answer(text, sample=0):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A model whose completions are what a test says: numbers of prompts, and an error for what goes wrong then."""
+    """A model whose completions a test chooses: numbers of prompts that complete, and an error that is raised then."""
     told = SimpleNamespace(script=[], is_loaded=False, before=lambda: None, text=ODD)
 
     class FakeLLM:
@@ -550,7 +550,7 @@ STREAMING = textwrap.dedent(
                 yield types.SimpleNamespace(sample_idx=0, token_id=each, finished=number == len(IDS), prompt_len=1,
                                             num_output_tokens=number, finish_reason="length")
 
-    sys.modules["deepinfer.engine.llm"] = types.SimpleNamespace(LLM=FakeLLM)  # no torch: what is tested are the streams
+    sys.modules["deepinfer.engine.llm"] = types.SimpleNamespace(LLM=FakeLLM)  # no torch, because the test is about streams
     main(["generate", "x"])
     """
 )

@@ -1,4 +1,4 @@
-"""The configuration: the published structure in and out, every constraint, the named shapes, the Engram primes."""
+"""The configuration: reading and writing the published structure, every constraint, the named shapes, the Engram primes."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ NAMES = ("golden", "nano", "full")
 
 
 def leaves(tree, prefix=""):
-    """Dotted paths of all values that are no objects."""
+    """Dotted paths of all values that are not objects."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -231,7 +231,7 @@ VALUES = st.one_of(
 
 
 def refusal(raw):
-    """What is said against a configuration, or None if it is accepted."""
+    """The error message for a configuration, or None if it is accepted."""
     try:
         parse_config(raw)
     except ConfigError as error:

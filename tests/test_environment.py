@@ -160,7 +160,7 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
     assert (args.decoder_replay, args.decoder_replay_keep_tokens, args.asynchronous) == ("mask", 140, False)
     assert (args.state_slots_ratio, args.max_sum_keys, args.sync_guard) == (3.0, 5000, False)
     assert (args.logging_interval_steps, args.gc_interval_steps) == (11, 12)
-    assert args.max_num_batched_tokens == 5000  # 500 requests, a token and nine drafts each
+    assert args.max_num_batched_tokens == 5000  # 500 requests, each with one token and nine drafts
     assert (args.num_drafts, args.adaptive_drafts, args.max_backtracking_tokens) == (9, True, 10)
     assert (args.confidence_temperatures, args.draft_temperatures) == ((1.5,), (1.5,) * 9)
     assert (args.decode_perf_cache_dir, args.decode_perf_cache_ttl_s) == ("/tmp/curves", 60)
@@ -341,7 +341,7 @@ def test_both_ends_of_a_setting_are_accepted_and_nothing_beyond(name):
     for value in (least, high):
         assert getattr(EngineArgs(model="nano", **{"step_limit_s": math.inf, **COMPANIONS.get(name, {}), name: value}), name) in (
             value,
-            *(range(1, 10_000) if value == 0 else ()),  # 0 has them chosen
+            *(range(1, 10_000) if value == 0 else ()),  # with 0 the engine chooses the number
         )
     beyond = [np.nextafter(low, -1)] if isinstance(low, float) or name == "state_slots_ratio" else [low - 5]
     for value in [*beyond, *([high + 1] if high < math.inf else []), math.nan]:

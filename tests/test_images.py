@@ -147,7 +147,7 @@ def test_a_moving_picture_gives_its_first_frame():
 
 
 def png_of(depth, colour, row, extra=b""):
-    """A PNG of one row, whose samples of ``depth`` bits no library has touched."""
+    """A PNG of one line with samples of ``depth`` bits, encoded without a library."""
 
     def chunk(kind, body):
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -251,7 +251,7 @@ def bomb(width, height):
     ids=str,
 )
 def test_size_is_judged_by_the_header_before_decoding(size, message):
-    # The pixel data are missing: whoever decodes finds a truncated file instead.
+    # The pixel data are missing: a decoder would report a truncated file instead of the size.
     with pytest.raises(RequestError, match=message):
         load_image(bomb(*size))
 

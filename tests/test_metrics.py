@@ -1,4 +1,4 @@
-"""The table of quantities, and that Prometheus reads back what was counted."""
+"""The table of quantities, and the counted values as Prometheus reads them."""
 
 import re
 

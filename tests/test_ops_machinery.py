@@ -8,7 +8,7 @@ from deepinfer.ops import op as machinery
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch):
-    """An empty table of operators, so that the package's own stay as they are."""
+    """An empty table of operators, so that the package's own table does not change."""
     monkeypatch.setattr(machinery, "_REGISTRY", {})
 
 

@@ -1,4 +1,4 @@
-"""Promises of the package as a whole: importing it starts nothing, and its parts are described."""
+"""Properties of the whole package: its import starts nothing, and all its modules have docstrings."""
 
 import ast
 import importlib.metadata
@@ -22,11 +22,11 @@ PLANNING = next(
 
 WATCH = """
 import json, os, pkgutil, sys, threading
-import click, numpy, safetensors.torch, tabulate, tokenizers, torch, tqdm  # what they do is their own affair
+import click, numpy, safetensors.torch, tabulate, tokenizers, torch, tqdm  # their own threads and files do not count
 try:
     import triton
 except ModuleNotFoundError:
-    triton = None  # an extra: modules that need it cannot be imported then
+    triton = None  # an extra: without it, modules that need it cannot be imported
 
 told = []
 

@@ -1,4 +1,4 @@
-"""``deepinfer check replay``: what it finds, and that it can find something."""
+"""``deepinfer check replay``: its findings, and that it finds an error that is there."""
 
 import pytest
 import torch

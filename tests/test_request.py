@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, what is kept, and how the answers of one request differ."""
+"""Sampling parameters: refused values, converted values, and the differences between the answers of one request."""
 
 import io
 import math
@@ -148,7 +148,7 @@ def test_records_carry_prompt_logprobs_and_sample_through_transport():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=RequestOutput) == record
 
 
-# Values of other types, and of sizes that the device cannot hold.
+# Values of other types, and values that the device cannot represent.
 
 PLAIN = (int, float, bool, str, bytes, tuple, type(None))
 JUNK = st.one_of(

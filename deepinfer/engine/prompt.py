@@ -302,7 +302,7 @@ def image_files(extra: object) -> ImageFiles:
         raise RequestError(f"multi_modal_data of type {type(extra).__name__} was given; give a mapping with image_bytes")
     unknown = sorted(shown(each).strip("'") for each in extra if each not in ("image_bytes", "image_sizes"))
     if unknown:
-        raise RequestError(f"multi_modal_data has the unknown keys {', '.join(unknown[:5])}; use image_bytes and image_sizes")
+        raise RequestError(f"multi_modal_data has {', '.join(unknown[:5])}; the known keys are image_bytes and image_sizes")
     given, sizes = extra.get("image_bytes"), extra.get("image_sizes")
     files = (
         () if given is None else tuple(as_bytes("an image", each) for each in _several("image_bytes", given, "files' contents"))

@@ -1,4 +1,4 @@
-"""What rounds say, against numbers worked out by hand and against data whose truth is known."""
+"""The analysis of rounds, compared with numbers computed by hand and with data whose true values are known."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def rounds_of(verified, accepted, confidences=None, earlier=None):
 
 def test_acceptance_counts_only_drafts_that_had_their_chance():
     rounds = rounds_of([2, 2, 2, 1, 0], [2, 1, 0, 1, 0])
-    # Position 1: verified in four rounds, accepted in three.  Position 2: reached and verified in two, accepted in one.
+    # Position 1: verified in four rounds, accepted in three.  Position 2: reached and verified in two rounds, accepted in one.
     assert conditional_acceptance(rounds).tolist() == [0.75, 0.5]
     assert survival_by_position(rounds).tolist() == [0.75, 0.375]
     assert accepted_length(rounds) == 1 + 4 / 5
@@ -132,7 +132,7 @@ def test_confidences_that_are_right_are_left_alone():
 
 
 def test_gain_of_equal_rounds_is_what_a_direct_calculation_gives():
-    # Every round accepts one of three drafts and says so: verifying one draft of each is best where rows are dear.
+    # Every round accepts one of three drafts, and its confidences predict it.  If rows are expensive, one draft each is best.
     confidences = [[1.0, 0.0, 0.0]] * 3
     rounds = rounds_of([3] * 3, [1] * 3, confidences=confidences, earlier=confidences)
     curve = CostCurve(range(1, 41), [10.0 + rows for rows in range(1, 41)])
@@ -143,12 +143,13 @@ def test_gain_of_equal_rounds_is_what_a_direct_calculation_gives():
 
 
 def test_lengths_follow_the_rounds_own_confidences():
-    # Totals come from rounds before, which were sure of one draft each; the device gives both to the request that is sure now.
+    # The total comes from the earlier rounds, which predicted one draft each.  The device gives both drafts to the request whose
+    # current confidences are high.
     rounds = rounds_of([2, 2], [2, 0], confidences=[[1.0, 1.0], [0.1, 0.1]], earlier=[[0.9, 0.1], [0.9, 0.1]])
     curve = CostCurve([1, 2, 4, 6], [1.0, 1.2, 1.3, 9.0])
     found = estimate_gain(rounds, curve, 2, num_steps=4000)
     assert found.drafts == 1
-    # Of two drawn rounds at random: both good (1 + 1 of 2 drafts each way), one of each (2), none (0).
+    # Two rounds are drawn at random: both are good (1 + 1 of 2 drafts), one is good (2 drafts), or none is good (0 drafts).
     assert found.accepted_length == pytest.approx(1 + (0.25 * 2 + 0.5 * 2) / 2, abs=0.03)
     assert found.fixed_accepted_length == pytest.approx(1 + (0.25 * 4 + 0.5 * 2) / 2, abs=0.03)
 

@@ -1,4 +1,4 @@
-"""The speculation benchmark: it says what was assumed, and never passes off drawn rounds as recorded ones."""
+"""The speculation benchmark: it marks assumed rounds, and never reports drawn rounds as recorded rounds."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_tables_hold_what_was_found():
         assert part in text
     assert "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE=" in text
     assert f"{report.gains[1].gain:+.1%}" in text
-    assert "laying out the rounds of 96 requests: 0.500 ms" in text
+    assert "lays out the rounds of 96 requests: 0.500 ms" in text
     assert "assumed" not in text.lower()
 
 
@@ -72,7 +72,7 @@ def test_shortened_rounds_do_not_count():
 
 
 class Core:
-    """An engine whose requests accept one draft fewer each round; one has ended, and its last round is still in flight."""
+    """An engine whose requests accept one draft fewer in each round; one request has ended, but its last round is in flight."""
 
     is_idle = property(lambda self: self.left == 0)
 

@@ -1,6 +1,6 @@
-"""Scenes of an :class:`AsyncEngineClient` with a fake core; run as a program it plays them.
+"""Scenes of an :class:`AsyncEngineClient` with a fake core; run as a program, the module plays them.
 
-The last number in a line "core …" is the core's process, which must go with the scene.
+The number in a line "core …" is the process id of the core, which must end with the scene.
 """
 
 # ruff: noqa: T201  (what a scene prints is its result)
@@ -27,7 +27,7 @@ kept = []
 
 
 def is_gone(pid):
-    """Whether a process ends soon; a zombie has ended."""
+    """Whether a process ends soon; a zombie counts as ended."""
     until = time.monotonic() + 15
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
@@ -61,11 +61,11 @@ async def error_of(use):
 
 
 async def uses(client, opened):
-    """What becomes of every use, at once."""
+    """The error of every kind of use; each must come at once."""
     begin = time.monotonic()
     found = {await error_of(each) for each in (anext(opened), tokens(client), client.stats(), client.abort(["a"]))}
     assert time.monotonic() - begin < 2
-    return sorted(found - {"StopAsyncIteration: "})  # a stream that has ended
+    return sorted(found - {"StopAsyncIteration: "})  # the error of a stream that has ended
 
 
 async def begin():
@@ -76,7 +76,7 @@ async def begin():
 
 
 def left_open():
-    """A client that is never closed, an open stream, both global."""
+    """A client that is never closed and an open stream; both are global variables."""
 
     async def main():
         kept.extend(await begin())
@@ -232,7 +232,7 @@ def forks():
 
 
 def killed_with_a_child_that_lives_on(closing=False):
-    """The program dies, a helper that it forked does not; nor does one that was forked in the middle of the start."""
+    """The program dies, but two forked helpers live on; one of them was forked during the start."""
 
     async def main():
         import socket
@@ -285,7 +285,7 @@ def a_core_killed_with_helpers_that_live_on():
 
 
 def behind_a_wrapper():
-    """The program is a shell that starts the core, and stays."""
+    """The program is a shell that starts the core and waits for it."""
 
     async def main():
         args = EngineArgs(model="fake", max_num_seqs=8, max_model_len=256, disable_log_stats=True)
@@ -296,7 +296,7 @@ def behind_a_wrapper():
         os.kill(client.pid, signal.SIGSTOP)
         from deepinfer.engine import client as module
 
-        module.END_S = 0.2  # it does not listen, so it is killed
+        module.END_S = 0.2  # the core does not react, so it is killed
         await client.close()
         print("gone", is_gone(client.pid))
 

@@ -1,6 +1,6 @@
-"""The doors inside a program, before a core without a model that notices whoever comes in at the wrong moment.
+"""The APIs inside a program, with a core without a model that detects calls at the wrong time.
 
-Run as a program it plays scenes.
+Run as a program, the module plays scenes.
 """
 
 # ruff: noqa: T201  (what a scene prints is its result)
@@ -31,18 +31,18 @@ FOREVER = 10**9
 
 
 class StrictCore(FakeCore):
-    """Counts upwards from the last token of the prompt; a step takes ``step_s``.
+    """A core that counts upwards from the last token of the prompt; a step takes ``step_s``.
 
     Attributes:
-        trespasses: calls that came while another one was under way, or after an exception broke one off.
-        num_idle_steps: steps with nothing to do.
-        breaks_at: number of a step that raises.
+        trespasses: calls during another call, or after a call that an exception interrupted.
+        num_idle_steps: steps without work.
+        breaks_at: number of the step that raises.
     """
 
     def __init__(self, args, step_s=0.0005):
         super().__init__(args)
         self.step_s, self.breaks_at = step_s, None
-        self._executor = Executor(object)  # steps and ends of requests need its thread, as those of a real core do
+        self._executor = Executor(object)  # steps and ends of requests use its thread, as in a real core
         self.trespasses, self.num_idle_steps, self.is_closed, self._is_busy = 0, 0, False, False
 
     def _alone(self, call, *given):
@@ -113,7 +113,7 @@ def params(max_tokens=8):
 
 
 def generate(llm, *firsts, max_tokens=8):
-    """Tokens of each prompt, which is one token."""
+    """Output tokens of each prompt; a prompt is one token."""
     records = llm.generate_records(
         prompt_token_ids=[[each] for each in firsts], sampling_params=params(max_tokens), use_tqdm=False
     )
@@ -125,7 +125,7 @@ def expected(*firsts, max_tokens=8):
 
 
 def uses_of_llm(llm, stream):
-    """Every use that needs the core."""
+    """All kinds of use that need the core."""
     return {
         "generate": lambda: generate(llm, 10),
         "generate texts": lambda: llm.generate("10", use_tqdm=False),
@@ -159,7 +159,7 @@ def error_of(use):
 # Scenes.
 
 kept = []
-"""What a program still has when it ends."""
+"""Objects that a program still holds when it ends."""
 
 
 def exit_with_all_left_open():
@@ -196,7 +196,7 @@ def exit_and_late_handlers():
         print(error_of(lambda: generate(llm, 5)))
 
     atexit.unregister(thread._exit)
-    atexit.register(late)  # handlers run the last first: this one after the engine's
+    atexit.register(late)  # handlers run in reverse order: this one runs after the engine's handler
     atexit.register(thread._exit)
 
 
@@ -210,7 +210,7 @@ def exit_by_ctrl_c():
 
 
 def _child(llm, engine, stream):
-    """What a forked child may do: everything fails at once, and leaving is quiet."""
+    """In a forked child every use fails at once, and the child ends without output."""
     begin = time.monotonic()
     errors = {error_of(use) for use in [*uses_of_llm(llm, stream).values(), *uses_of_engine(engine).values()]}
     stream.close()
@@ -225,7 +225,7 @@ def _child(llm, engine, stream):
 
 
 def _children(llm, engine, stream):
-    """Children of both kinds, the first of which ends as a program does; returns whether this is that child."""
+    """Make children with both APIs; the first one ends like a program.  Returns whether this process is the first child."""
     if not (pid := os.fork()):
         _child(llm, engine, stream)
         del llm, stream, engine
@@ -297,13 +297,13 @@ class _Alarm(Exception):
 
 
 def a_storm_of_signals():
-    """Exceptions at random moments, often several in one cleaning up."""
-    tqdm.monitor_interval = 0  # no thread of its own, in whose making an exception is noise
+    """Exceptions at random times, often several during one cleanup."""
+    tqdm.monitor_interval = 0  # no thread of tqdm, because an exception during its start prints a warning
     llm = make_llm(step_s=0.0)
-    generate(llm, 5)  # what is imported late is there
+    generate(llm, 5)  # completes all late imports
 
     def ring(_number, frame):
-        while frame is not None:  # only what is inside a call is to be interrupted, not the test around it
+        while frame is not None:  # interrupt only calls of the engine, not the test itself
             if frame.f_code is generate.__code__:
                 raise _Alarm
             frame = frame.f_back

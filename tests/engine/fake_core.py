@@ -1,6 +1,6 @@
-"""A core process without a model: counts upwards from the last token of the prompt, and misbehaves when asked to.
+"""A core process without a model: it counts upwards from the last token of the prompt, and fails on request.
 
-Run as the client's ``program``; prompts that end with one of the ids below have the effect beside it.
+The tests give it to the client as ``program``.  A prompt that ends with one of the ids below has the effect of that id.
 """
 
 import sys
@@ -13,7 +13,7 @@ from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.scheduler.stats import SchedulerStats
 
 RAISES, STICKS, PAUSES = 301, 302, 303
-"""The step raises; never ends; takes a second."""
+"""The effects on the step, in this order: it raises, it never ends, it takes a second."""
 
 
 class FakeCore:
@@ -38,7 +38,7 @@ class FakeCore:
         return len(gone), sum(len(request.prompt_token_ids) + count for request, count in gone)
 
     def step(self):
-        time.sleep(0.0002)  # as no step of a real core is faster
+        time.sleep(0.0002)  # no step of a real core is faster
         outputs = []
         self.num_steps += 1
         for request_id, entry in list(self.requests.items()):

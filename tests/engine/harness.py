@@ -44,7 +44,7 @@ def build(
     banned_token_ids=(),
     tower=None,
 ):
-    """An engine; the production regime unless ``exact``."""
+    """An engine in the production regime, or in fp64 with ``exact``."""
     network = model("golden", device, exact=exact)
     config = network.config
     layout = KVLayout(config, page_tokens=PAGE_TOKENS, records=RecordSizes.of(config, exact=exact))
@@ -90,14 +90,14 @@ def build(
 
 
 class KnowingDrafter(Drafter):
-    """A drafter that knows the texts, and is right as often as it is told; what the network drafts stays where it says no more.
+    """A drafter that knows the texts; the test chooses how many drafts are right.  Other drafts are those of the network.
 
-    Its own network runs all the same, so that everything it keeps is read and written as ever.
+    The drafter's network runs too, so that its state is read and written as usual.
     """
 
     def __init__(self, network, texts, num_right):
-        """Texts by seed, from the first token of the prompt on; ``num_right(seed, position of the anchor)`` says how many drafts
-        of a round are right.
+        """``texts`` maps seeds to texts, from the first token of the prompt on.  ``num_right(seed, position of the anchor)`` is
+        the number of right drafts of a round.
         """
         super().__init__(network, weights("golden"))
         self._texts, self._num_right = texts, num_right
@@ -120,7 +120,7 @@ class KnowingDrafter(Drafter):
 
 
 def knowing(requests, outputs, num_right):
-    """For :func:`build`: a drafter that knows what ``requests`` gave."""
+    """A drafter for :func:`build` that knows the ``outputs`` of ``requests``."""
     texts = {
         signed(each.params.seq_seed): list(each.prompt_token_ids) + [token for token, _ in outputs[each.request_id]]
         for each in requests
@@ -129,12 +129,12 @@ def knowing(requests, outputs, num_right):
 
 
 def tokens(rng, count):
-    """Random text."""
+    """Random token ids."""
     return tuple(int(each) for each in rng.integers(2, 250, count))
 
 
 def params(rng, max_tokens=None, **given):
-    """Random sampling, sometimes greedy; a request may stop at the end token."""
+    """Random sampling parameters, sometimes greedy; a request may stop at the end token."""
     return SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_k=int(rng.choice([-1, 20])),
@@ -150,7 +150,7 @@ def request(name, prompt, sampling, **given):
 
 
 def drain(core, requests=(), rng=None, outputs=None):
-    """Run ``requests`` to their ends; with ``rng`` they arrive at random moments.  Name -> [(token, log-probability)]."""
+    """Run ``requests`` to their ends; with ``rng`` they arrive at random times.  Returns name -> [(token, log-probability)]."""
     outputs = {} if outputs is None else outputs
     waiting = list(requests)
     for each in waiting:
@@ -166,7 +166,7 @@ def drain(core, requests=(), rng=None, outputs=None):
 
 
 def fresh(requests, *, alone=False, **given):
-    """Every request on new memory, in one piece, one step after the other; ``alone`` also without company."""
+    """Run every request without a cache, in one chunk, synchronously; with ``alone`` also without other requests."""
     core = build(max_num_seqs=8, spare_slots=0, budget=2000, is_async=False, cache=False, **given)
     results = {}
     for part in [[each] for each in requests] if alone else [requests]:
@@ -176,7 +176,7 @@ def fresh(requests, *, alone=False, **given):
 
 
 def two_turns(core, rng, prompt_tokens, max_tokens=None):
-    """A conversation: the second prompt is the first one, its answer and something new.  The requests, and what they gave."""
+    """Run a conversation: the second prompt is the first prompt, its answer and new text.  Returns requests and outputs."""
     one = request("one", tokens(rng, prompt_tokens), params(rng, max_tokens))
     got = drain(core, [one])
     answer = tuple(token for token, _ in got["one"])
@@ -186,7 +186,7 @@ def two_turns(core, rng, prompt_tokens, max_tokens=None):
 
 
 def conversation(rng, sampling):
-    """Requests of which some begin with what others do, so that the cache is hit, and whose answers grow into new pages.
+    """Requests for cache hits: some share the beginnings of their prompts, and their answers grow into new pages.
 
     Args:
         sampling: (number of the request, tokens of its answer) -> its parameters.
@@ -201,7 +201,7 @@ def conversation(rng, sampling):
 
 
 def random_engine(rng, work, **given):
-    """Another engine each time; most have just the pages for two of the prompts of ``work``, or for its longest request."""
+    """A random engine; most have only enough pages for two prompts of ``work``, or for its longest request."""
     is_tight = rng.random() < 0.85
     longest = max(-(-(len(each.prompt_token_ids) + each.params.max_tokens) // PAGE_TOKENS) for each in work)
     two = sum(sorted(-(-len(each.prompt_token_ids) // PAGE_TOKENS) for each in work)[:2])

@@ -1,4 +1,4 @@
-"""Plays scenes: functions, each in a forked process of its own that ends as every program ends."""
+"""Plays scenes.  A scene is a function; it runs in a separate forked process that ends like an ordinary program."""
 
 import json
 import os
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def play(scenes, names):
-    """Print exit code, output and seconds of each scene; in the forks it returns without a word, so that they end."""
+    """Print exit code, output and seconds of each scene; in a fork it returns without output, so that the fork ends."""
     for name in names:
         with tempfile.TemporaryFile() as output:
             begin = time.monotonic()
@@ -31,11 +31,11 @@ def play(scenes, names):
 
 
 _OF_FORKS = "ignore:This process (pid=:DeprecationWarning"
-"""Python 3.12 warns of forks beside threads, which are what the scenes are about."""
+"""Python 3.12 warns of forks in programs with threads; the scenes fork on purpose."""
 
 
 def played(module, names, *flags):
-    """Name -> [exit code, lines of output, seconds]: the scenes of a module of tests, all warnings on."""
+    """Play the scenes of a test module with all warnings on; returns name -> [exit code, lines of output, seconds]."""
     done = subprocess.run(
         [sys.executable, "-P", *flags, "-W", "default", "-W", _OF_FORKS, "-m", module, *names],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A thousand callers that change their minds or hang up leave nothing behind."""
+"""A thousand callers that abort or disconnect leave no request, page or slot in use."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ AT_ONCE = 48
 
 
 async def caller(client, number, rng, gate):
-    """Reads a few tokens, then leaves in one of the ways there are; returns how many tokens it saw."""
+    """Read a few tokens, then leave in one of the possible ways; returns the number of tokens read."""
     async with gate:
         name = f"caller-{number}"
         prompt = [0, *(rng.randrange(3, 259) for _ in range(rng.randrange(1, 40)))]
@@ -42,7 +42,7 @@ async def thousand_callers(args):
         gate = asyncio.Semaphore(AT_ONCE)
         rng = random.Random(7)
         seen = await asyncio.gather(*(caller(client, number, random.Random(rng.random()), gate) for number in range(NUM_CALLERS)))
-        for _ in range(200):  # the last aborts are on their way
+        for _ in range(200):  # the core may not have received the last aborts yet
             stats = (await client.stats()).scheduler
             if not (stats.num_running or stats.num_waiting or stats.num_held_pages or stats.num_held_slots):
                 break

@@ -1,4 +1,4 @@
-"""What callers hand over, at the doors of this process: right or refused in one sentence, and nobody else is harmed."""
+"""Arguments of callers, at the APIs of this process: they are served or refused with a message, and affect no other request."""
 
 import io
 import itertools
@@ -34,7 +34,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def engine(llm):
-    """Another door to the same core; one of the two is in use at a time."""
+    """Another API with the same core; only one of the two is used at a time."""
     return LLMEngine(llm.args, Loaded(config=llm.config, tokenizer=llm.get_tokenizer(), core=llm._core))
 
 
@@ -71,7 +71,7 @@ def test_without_a_seed_every_prompt_call_and_answer_draws_its_own(llm):
 
 
 def test_prompts_that_share_parameters_share_no_noise(llm):
-    """With one vector of noise for all, 40 prompts begin with 7 different tokens; with their own, with about 37 of 270."""
+    """With one noise vector for all, 40 prompts give 7 different first tokens; with separate noise, about 37 of 270."""
     first = tokens(llm, [f"prompt {number}" for number in range(40)], SamplingParams(max_tokens=1, temperature=1.0))
     assert len({each[0] for each in first}) > 20
 
@@ -280,10 +280,10 @@ def test_sizes_that_no_picture_has_are_refused(llm, engine, sizes, says):
 
 
 class Unread(list):
-    """Ids that nobody may look at."""
+    """Ids that the engine must not read."""
 
     def __iter__(self):
-        raise AssertionError("looked at")
+        raise AssertionError("the ids were read")
 
 
 def reader(**given):
@@ -326,7 +326,7 @@ def test_ten_megabytes_of_text_are_refused_in_no_time(llm):
         next(llm.stream(text))
 
 
-# What the text has, and what an engine cannot do.
+# The content of the text, and unsupported parameters.
 
 
 def test_the_stop_token_that_ended_an_answer_is_not_in_its_text(llm):
@@ -356,7 +356,7 @@ def test_logprobs_of_prompts_are_refused_where_the_decoder_half_is_bounded():
 
 
 def test_lists_as_long_as_the_vocabulary_cost_an_answer_nothing(llm):
-    """And of forced tokens an engine keeps no more than an answer can have."""
+    """The engine keeps only as many forced tokens as an answer can have."""
     params = greedy(
         max_tokens=3, golden_token_ids=[70] * 10**6, stop_token_ids=range(80, 260), logit_bias=dict.fromkeys(range(260), 1)
     )

@@ -1,4 +1,4 @@
-"""What a request finds in the cache was computed for the same tenant, the same tokens and the same pictures."""
+"""A request finds only cache entries of the same tenant, the same tokens and the same pictures."""
 
 import io
 
@@ -68,7 +68,7 @@ def test_picture_hashes_are_equal_exactly_if_shape_type_grid_and_pixels_are(w, h
 
 @pytest.mark.parametrize("exact_replay", [False, True], ids=["usual", "hit_invariant"])
 def test_a_tenant_with_a_crafted_salt_finds_nothing_of_another(exact_replay):
-    """Salts that are, or that begin with, what was hashed on the way to another tenant's keys."""
+    """The salts equal, or begin with, the values that were hashed for another tenant's keys."""
     rng = rng_of(3, 1)
     prompt = tokens(rng, 9 * PAGE_TOKENS)
     core = build(exact_replay=exact_replay, num_pages=300)

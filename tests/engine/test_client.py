@@ -1,4 +1,4 @@
-"""The async client over its process border: same results, clean ends, and crashes that nobody misses."""
+"""The async client and its core process: equal results, clean ends, and every crash raises an error."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from deepinfer.tokenizer import IMAGE
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_core.py"))]
 RAISES, STICKS, PAUSES = 301, 302, 303
-"""Last prompt ids that the fake core misbehaves for."""
+"""Last ids of prompts that make the fake core fail."""
 LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "tokens_per_block": 16, "device": "cpu"}
 NANO = EngineArgs(model="nano", **LIMITS)
 
@@ -356,7 +356,7 @@ def test_a_watchdog_watches_whatever_its_limit(limit_s, monkeypatch, tmp_path, c
         assert ended.wait(5), "it still sees that the client is gone"
     watchdog.stop()
     lifeline.close()
-    capfd.readouterr()  # the stacks of a step that takes long
+    capfd.readouterr()  # discards the stacks of the slow step
 
 
 def test_settings_at_their_ends_reach_the_core():

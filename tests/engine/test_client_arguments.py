@@ -1,4 +1,4 @@
-"""What callers hand over, at the door of another process: right or refused in one sentence, and the core never sees it."""
+"""Arguments of callers, at the async client: they are served or refused with a message, and the core never gets bad ones."""
 
 import asyncio
 import time

@@ -1,9 +1,11 @@
-"""Speculation changes no token and no log-probability: with any number of drafts, right or wrong, fixed or adaptive lengths, and
-under any schedule, the text is the plain one, bit for bit, greedy and seeded.
+"""Speculation changes no token and no log-probability.
 
-Every seed is another random engine: drafts of a round, how many of them are right, adaptive lengths or not, one step ahead or
-not, pool, cache, chunks, moments of arrival, steps padded as for graphs or not.  Most pools are so small that requests lose
-their memory to one another.
+With any number of drafts, right or wrong, with fixed or adaptive lengths, and with any schedule, greedy and seeded text equals
+the text without drafts, bit for bit.
+
+Every seed gives another random engine: drafts of a round, number of right drafts, adaptive or fixed lengths, planning one step
+ahead or not, pool, cache, chunks, times of arrival, steps with or without padding.  Most pools are so small that requests are
+preempted.
 """
 
 import pytest
@@ -11,11 +13,11 @@ import pytest
 from tests.engine.harness import conversation, drain, fresh, knowing, params, random_engine, rng_of
 
 BLOCKS = [pytest.param(block, marks=[pytest.mark.slow] if block >= 10 else []) for block in range(200)]
-"""Ten seeds each."""
+"""Each block has ten seeds."""
 
 
 def skill(rng):
-    """How many drafts of a round are right: at random, up to a number that is fixed for a run."""
+    """The number of right drafts of a round: random, with a limit that is fixed for a run."""
     largest = int(rng.integers(0, 6))
     return lambda seed, position: int(rng.integers(0, largest + 1))
 

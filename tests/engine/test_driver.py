@@ -1,4 +1,4 @@
-"""The engine inside a program: shared by threads, interrupted, forked, broken, closed, and left open at the end."""
+"""The engine inside a program: shared by threads, interrupted, forked, broken, closed, and never closed."""
 
 import gc
 import threading
@@ -38,7 +38,7 @@ SCENES = {
 
 @pytest.fixture(scope="module", params=["", pytest.param("-O", marks=pytest.mark.slow)])
 def scenes(request):
-    """What came of each scene, with asserts and without."""
+    """The results of all scenes, with and without asserts."""
     return played("tests.engine.doors", [*SCENES, "exit_by_ctrl_c"], *filter(None, [request.param]))
 
 
@@ -57,7 +57,7 @@ def test_ctrl_c_ends_a_program_with_nothing_but_its_own_traceback(scenes):
 
 
 def in_threads(*calls):
-    """Results of calls made at the same time, errors among them."""
+    """Results of calls that run at the same time, including errors."""
     results = [None] * len(calls)
 
     def keep(number, call):
@@ -145,7 +145,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def alarm():
-    """``alarm(seconds)`` has a signal handler raise in the main thread."""
+    """``alarm(seconds)`` makes a signal handler raise in the main thread."""
     import signal
 
     def ring(*_):
@@ -212,7 +212,7 @@ def test_a_step_that_breaks_is_told_to_everybody_at_once(num_threads):
     work = [lambda: generate(llm, 10, max_tokens=FOREVER)] * num_threads + [lambda: list(stream)]
     assert [f"{type(each).__name__}: {each}" for each in in_threads(*work)] == [says] * (num_threads + 1)
     uses = uses_of_llm(llm, stream)
-    del uses["an open stream"]  # a generator that raised is finished
+    del uses["an open stream"]  # a generator that has raised is finished
     assert {error_of(use) for use in uses.values()} == {says}
     assert (llm._core.num_steps, len(llm._boxes)) == (llm._core.breaks_at, 0)
     engine.add_request(1, "x", params(), [5])
@@ -278,7 +278,7 @@ def test_a_model_that_is_garbage_takes_its_threads_along():
 
 
 def test_jobs_behind_the_end_are_refused_and_those_before_it_done():
-    for _ in range(200):  # the moments differ
+    for _ in range(200):  # the timing differs each time
         thread = SerialThread("test", StepFailed("over"))
         done = []
         jobs = [thread.submit(done.append, number) for number in range(3)]

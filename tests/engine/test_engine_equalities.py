@@ -1,6 +1,6 @@
-"""No schedule changes a result: tokens and log-probabilities are the bits of a fresh run, alone and in one piece.
+"""No schedule changes a result: tokens and log-probabilities have the bits of a run without other requests, cache and chunks.
 
-Every test covers ten seeds, of which fifty run by default and two thousand with --slow.
+Every test covers ten seeds; fifty seeds run by default, two thousand with --slow.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def asynchronous(rng):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_chunked_batched_and_asynchronous_are_alone_and_whole(block):
-    """Unrelated requests; one fresh run, one step after the other, is what all are compared with."""
+    """Unrelated requests; all runs are compared with one synchronous run without a cache."""
     for seed in seeds(block):
         rng = rng_of(seed, 1)
         work = [request(f"r{number}", tokens(rng, int(rng.integers(1, 50))), params(rng, 2)) for number in range(3)]
@@ -47,7 +47,7 @@ def test_preempted_is_not(block):
     num_preempted = 0
     for seed in seeds(block):
         rng = rng_of(seed, 5)
-        # Among so few tokens every penalty decides the next one: counts of the prompt alone would give another text.
+        # With so few tokens, penalties decide every next token: counts of the prompt alone would give another text.
         few = {"frequency_penalty": 2.0, "repetition_penalty": 8.0, "allowed_token_ids": range(20, 24)}
         work = [request(f"r{number}", tokens(rng, 16 * 2 - 2), params(rng, 4, **few if seed % 2 else {})) for number in range(2)]
         core = build(
@@ -100,7 +100,7 @@ def test_forked_is_separate(block):
         while len(outputs["parent"]) < 2:
             for output in core.step():
                 outputs[output.request_id].append((output.token_id, output.token_logprobs))
-        # What the scheduler has committed is what the caller has seen.
+        # The scheduler has committed exactly the tokens that the caller has got.
         stem = prompt + tuple(token for token, _ in outputs["parent"])
         child = request("child", stem, params(rng, 3))
         core.fork("parent", child)
@@ -110,7 +110,7 @@ def test_forked_is_separate(block):
 
 
 class ChangingTeam:
-    """Any number of threads, a new one for each layer."""
+    """A random number of threads for each layer."""
 
     def __init__(self, rng):
         self.rng = rng

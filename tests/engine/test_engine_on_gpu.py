@@ -1,7 +1,7 @@
-"""The engine's promises on a GPU, asynchronous, with every hidden wait an error.
+"""The engine's properties on a GPU, asynchronous; every hidden wait is an error.
 
-Same histories as on a CPU.  In the production regime results are the bits of a fresh run on the same device; in fp64 tokens are
-the CPU's too.
+The histories are the same as on a CPU.  In the production regime, results have the bits of a fresh run on the same device.  In
+fp64, tokens also equal those of the CPU.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def test_any_schedule_gives_the_bits_of_a_fresh_run(seed):
 
 @pytest.mark.parametrize("mode", ["coupled", "sampled", "argmax"])
 def test_drafted_is_plain(mode):
-    """Rejection sampling has the plain law, not the plain text; its greedy requests have the text too."""
+    """Rejection sampling has the distribution of plain decoding, not its text; greedy requests also have its text."""
     seen = dict.fromkeys(["accepted", "rejected", "preempted"], 0)
     for seed in range(4):
         rng = rng_of(seed, 8)
@@ -64,7 +64,7 @@ def test_drafted_is_plain(mode):
 
 
 class AnyTotal:
-    """A budget of drafts at random."""
+    """A draft budget that chooses random totals."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -73,12 +73,12 @@ class AnyTotal:
         return int(self.rng.integers(0, min(int(caps.sum()), max_rows - len(caps)) + 1))
 
     def __getattr__(self, name):
-        return lambda *args, **given: None  # learns nothing
+        return lambda *args, **given: None  # ignores all updates
 
 
 @pytest.mark.parametrize("mode", ["coupled", "sampled"])
 def test_one_graph_serves_any_number_of_drafts(mode):
-    """Steps with any total, any share of each round, any positions: replayed and launched give the same bits."""
+    """Steps with any total, any lengths and any positions: replayed and launched steps give the same bits."""
     work = [
         request(f"r{number}", tokens(rng_of(number, 9), 20), params(rng_of(number, 10), 40, ignore_eos=True))
         for number in range(6)

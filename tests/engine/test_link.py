@@ -1,4 +1,4 @@
-"""A client in programs that interrupt, fork, forget and end: every call answers at once, and the core never outlives them."""
+"""A client in programs that interrupt, fork, forget and end: every call returns at once, and the core ends with the program."""
 
 import contextlib
 import os
@@ -39,9 +39,9 @@ def test_every_call_answers_at_once_and_the_core_goes_with_its_program(scenes, n
     code, lines, seconds = scenes[name]
     said = [each for each in filter(None, lines) if each.split()[0] not in ("core", "helper")]
     if code == -2:
-        said = said[-1:]  # behind the traceback that Python prints
+        said = said[-1:]  # the last line, after Python's traceback
     elif name == "left_open_with_its_loop":
-        said = [each for each in said if "unclosed event loop" not in each]  # so it is
+        said = [each for each in said if "unclosed event loop" not in each]  # the scene leaves its loop open on purpose
         said = [each for each in said if not each.startswith("  ")]
     try:
         assert (code, said) == SCENES[name]

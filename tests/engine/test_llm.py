@@ -1,4 +1,4 @@
-"""The offline interface on nano: what comes back, and that nothing a caller gets wrong harms anything."""
+"""The offline API on nano: its results, and that a caller's mistakes affect nothing else."""
 
 import contextlib
 import io
@@ -93,7 +93,7 @@ def test_top_logprobs_start_with_the_greedy_token(llm):
 
 
 def network_logprobs(llm, ids):
-    """Of each token of a prompt but the first, from the network itself in one piece."""
+    """Log-probabilities of all tokens of a prompt except the first, from one forward pass of the network."""
     worker = llm._core.executor.worker
     num_pages = worker.layout.pages_for(len(ids))
     chunk = Chunk(
@@ -226,7 +226,7 @@ def test_bad_prompts_say_what_is_wrong(llm, given, error, says):
         ({"first_n_token_no_eos": -1}, "first_n_token_no_eos=-1"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes'"),
         ({"seq_seed": 1.5}, "seq_seed=1.5"),
-        ({"so_args": {"regex": "a"}}, "structured outputs"),
+        ({"so_args": {"regex": "a"}}, "structured output"),
     ],
 )
 def test_bad_sampling_values_say_what_is_wrong(given, says):
@@ -300,7 +300,7 @@ def test_an_interrupted_call_harms_nothing_and_returns_everything(llm):
     before = signal.signal(signal.SIGALRM, ring)
     try:
         for milliseconds in (1, 60):
-            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000, 0.001)  # and again while it cleans up
+            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000, 0.001)  # and again during the cleanup
             with pytest.raises(KeyboardInterrupt):
                 interrupted()
             signal.setitimer(signal.ITIMER_REAL, 0)

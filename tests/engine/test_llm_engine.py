@@ -1,4 +1,4 @@
-"""The engine that its caller turns: same results as LLM, and every count at every moment."""
+"""The engine whose caller runs the loop: same results as LLM, and right counts at all times."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Loading: what is refused before any weight is read, and what is built for speculation."""
+"""Loading: settings that are refused before any weight is read, and the parts that speculation needs."""
 
 import dataclasses
 import json
@@ -125,12 +125,12 @@ def test_a_worker_is_timed_and_left_as_it_was(seed):
     assert core.executor.call(lambda: not worker._unfinished)
     rng = np.random.default_rng(seed)
     work = [request(f"r{number}", tokens(rng, 20), params(rng, 5)) for number in range(3)]
-    assert drain(core, work) == fresh(work), "what the clock left in slots and pages is looked at by nobody"
+    assert drain(core, work) == fresh(work), "no request reads the values that the clock left in slots and pages"
     core.close()
 
 
 def planner_of(monkeypatch, **given):
-    """What plans for an engine with these settings, and its settings; nothing is there to compute."""
+    """The scheduler of an engine with these settings, and the model's configuration; the worker cannot compute."""
     args, config = EngineArgs(**{**SMALL, "max_model_len": 1024, **given}), named_config("nano")
     worker = SimpleNamespace(layout=loader._layout(args, config), num_pages=100, num_slots=10)
     monkeypatch.setattr(loader, "_build_worker", lambda *_, **__: worker)
@@ -143,7 +143,7 @@ def planner_of(monkeypatch, **given):
 @pytest.mark.parametrize("keep", [140, 200])
 @pytest.mark.parametrize("num_drafts", [0, 5])
 def test_hits_leave_what_the_decoder_half_runs_over_and_count_replay_by_its_layers(mode, keep, num_drafts, monkeypatch):
-    """With a bounded decoder half a replayed token passes the encoder half alone, and the end of a prompt is never a hit."""
+    """With a bounded decoder half, only the encoder half computes replayed tokens, and the end of a prompt is never a hit."""
     scheduler, config = planner_of(
         monkeypatch, decoder_replay=mode, decoder_replay_keep_tokens=keep, num_drafts=num_drafts, adaptive_drafts=False
     )

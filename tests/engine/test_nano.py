@@ -1,4 +1,4 @@
-"""The cache of nano: made once, made again where it was damaged, and one sentence where it cannot be."""
+"""The cache of nano: it is made once, made again if it is damaged, and an error message explains if it cannot be made."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from deepinfer.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A cache with a small model in the place of nano, to be copied."""
+    """A cache with a small model instead of nano; tests copy it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nano, "named_config", lambda _name: named_config("golden"))
         patch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path_factory.mktemp("made")))

@@ -1,4 +1,4 @@
-"""What is counted of rounds, and what the log line says of them."""
+"""The counts of rounds, and the log line about rounds."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ QUIET = FakeCore(None).stats()
 
 
 class Stats:
-    """Counts that a test sets."""
+    """Scheduler counts that a test sets."""
 
     def __init__(self):
         self.now = replace(QUIET, num_verified_drafts=(0, 0, 0), num_accepted_drafts=(0, 0, 0))
@@ -104,8 +104,8 @@ def test_the_rate_of_prompt_tokens_counts_the_last_row_of_every_answer(caplog):
 
 
 @pytest.mark.parametrize(("buckets", "padding"), [(None, 0), (Buckets(), 1), (Buckets(rows=1, requests=1), 0)])
-def test_rows_of_nobody_are_counted(buckets, padding):
-    """Three answers at once, of three tokens each, two of them in rounds, which are filled up to four requests."""
+def test_padding_rows_are_counted(buckets, padding):
+    """Three answers run together.  Each has three tokens; two of them come from rounds, which are padded to four requests."""
     core = build(buckets=buckets, is_async=False)
     drain(core, [request(f"r{number}", (5, 6, 7), SamplingParams(max_tokens=3, ignore_eos=True)) for number in range(3)])
     assert core.stats().num_padding_rows == 2 * padding

@@ -1,7 +1,7 @@
-"""A request with a seed gives the same tokens and log-probabilities whatever else goes on, in every mode of speculation.
+"""A request with a seed gives the same tokens and log-probabilities with any other requests, in every mode of speculation.
 
-In mode ``coupled`` drafts and their number do not matter to the text, so that lengths may be adaptive.  In the other two the text
-depends on where rounds begin and on every draft, down to the drafter's own memory: lengths are fixed there.
+In mode ``coupled`` the text does not depend on drafts and their number, so lengths may be adaptive.  In the other two modes the
+text depends on the first position of each round and on every draft, including the drafter's state, so lengths are fixed there.
 """
 
 import functools
@@ -15,18 +15,18 @@ from tests.engine.harness import KnowingDrafter, build, conversation, drain, fre
 NUM_DRAFTS = 5
 MODES = ["coupled", "sampled", "argmax"]
 FEW = (20, 21, 22, 23)
-"""Tokens of answers in which drafts that look at nothing are often right."""
+"""The only tokens of some answers, so that random drafts are often right."""
 
 
 class Babble:
-    """For every seed another random text of few tokens; what is drafted follows from seed and position alone."""
+    """Texts by seed: a random text of few tokens for every seed, so that drafts depend only on seed and position."""
 
     def get(self, seed):
         return np.random.default_rng(seed % 2**63).choice(FEW, 400).tolist()
 
 
 def engine(mode, **given):
-    """The network's drafts in modes that draw them; in mode ``argmax`` drafts that are right more often than its own."""
+    """Settings: the network's drafts in modes that draw drafts; in mode ``argmax``, drafts that are right more often."""
     if mode == "argmax":
         given["drafter"] = lambda network: KnowingDrafter(network, Babble(), lambda seed, position: NUM_DRAFTS)
     return {"num_drafts": NUM_DRAFTS, "draft_mode": mode} | given
@@ -41,7 +41,7 @@ KINDS = [
 
 
 def asked(rng, mode, number, num_prompt, num_answer):
-    """A request of each kind in turn; in mode ``argmax`` with so few tokens to choose from that drafts come true."""
+    """A request of each kind in turn; in mode ``argmax`` only few tokens are allowed, so that drafts are often right."""
     few = {"allowed_token_ids": FEW} if mode == "argmax" else {}
     sampling = SamplingParams(
         **KINDS[number % len(KINDS)], **few, max_tokens=num_answer, ignore_eos=True, seq_seed=int(rng.integers(2**63))
@@ -57,12 +57,12 @@ def requests(mode, salt, *, count=3, longest=9):
 
 @functools.cache
 def alone(mode, salt, **given):
-    """What the requests give one by one, on new memory, in one piece."""
+    """The outputs of the requests, each run alone, without a cache, in one chunk."""
     return fresh(requests(mode, salt, **given), alone=True, **engine(mode))
 
 
 def run(core, work, rng, names):
-    """What requests named ``names`` give, and the engine's numbers."""
+    """The outputs of the requests ``names``, and the engine's counts."""
     outputs = drain(core, work, rng)
     stats = core.stats()
     core.close()
@@ -70,7 +70,7 @@ def run(core, work, rng, names):
 
 
 def rounds_of(core, work):
-    """Of every token also the draft's confidence, and how many drafts of its round there were and were right."""
+    """For every token: id, log-probability, confidence of its draft, and the drafts and accepted drafts of its round."""
     records = {}
     for each in work:
         core.add(each)
@@ -82,7 +82,7 @@ def rounds_of(core, work):
 
 
 def rounds_alone(work, mode):
-    """The same of requests one by one, each in one piece."""
+    """The same for requests that run alone, each in one chunk."""
     core = build(max_num_seqs=1, spare_slots=0, budget=2000, is_async=False, cache=False, **engine(mode))
     records = [rounds_of(core, [each]) for each in work]
     core.close()
@@ -107,7 +107,7 @@ SALTS = [0, *(pytest.param(salt, marks=pytest.mark.slow) for salt in range(1, 8)
 @EACH_MODE
 @pytest.mark.parametrize("salt", SALTS)
 def test_company_order_slots_and_chunks_do_not_matter(mode, salt):
-    """Two to sixteen others, coming at random moments before and after, with prompts cut into pieces of any size."""
+    """Two to sixteen other requests arrive at random times; prompts are cut into chunks of any size."""
     work, rng = requests(mode, salt), rng_of(salt, 61)
     expected = alone(mode, salt)
     count, budget, most = (16, 60, 17) if salt % 2 == 0 else (int(rng.integers(2, 6)), int(rng.integers(14, 40)), 4)
@@ -130,7 +130,7 @@ def test_company_order_slots_and_chunks_do_not_matter(mode, salt):
 @EACH_MODE
 @pytest.mark.parametrize("salt", SALTS)
 def test_pieces_shorter_than_a_window_do_not_matter(mode, salt):
-    """The first drafts look at what earlier pieces of the prompt left."""
+    """The first drafts depend on the drafter's context of earlier chunks of the prompt."""
     one = asked(rng_of(salt, 64), mode, salt, 30 + salt, 6)
     core = build(budget=7, is_async=False, cache=False, **engine(mode))
     assert rounds_of(core, [one]) == rounds_alone([one], mode)
@@ -140,7 +140,7 @@ def test_pieces_shorter_than_a_window_do_not_matter(mode, salt):
 @EACH_MODE
 @pytest.mark.parametrize("salt", SALTS)
 def test_preemption_does_not_matter(mode, salt):
-    """An answer that lost its memory goes on where its last round began, with the drafts that it had."""
+    """A preempted answer continues at the beginning of its last round, with the same drafts."""
     rng = rng_of(salt, 62)
     work = [asked(rng, mode, number, 27, 12) for number in range(3)]
     core = build(
@@ -160,7 +160,7 @@ def test_preemption_does_not_matter(mode, salt):
 @EACH_MODE
 @pytest.mark.parametrize("salt", SALTS)
 def test_a_prefix_that_is_found_does_not_matter(mode, salt):
-    """State that a round saved when it passed the end of a page, in the middle of an answer."""
+    """A round saves state when it crosses the end of a page, during an answer."""
     rng, given = rng_of(salt, 63), engine(mode)
     one = asked(rng, mode, salt, 43, 9)
     core = build(is_async=salt % 2 == 0, exact_replay=True, is_adaptive=mode == "coupled", **given)
@@ -181,7 +181,7 @@ def test_a_prefix_that_is_found_does_not_matter(mode, salt):
 @pytest.mark.parametrize("mode", ["sampled", "argmax"])
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))])
 def test_no_history_matters(mode, block):
-    """Random engines with random work, as mode ``coupled`` has in ``test_drafted_is_plain.py``; the lengths are fixed here."""
+    """Random engines with random work, as for mode ``coupled`` in ``test_drafted_is_plain.py``, but with fixed lengths."""
     seen = dict.fromkeys(["accepted", "rejected", "preempted"], 0)
     for seed in range(3 * block, 3 * block + 3):
         rng = rng_of(seed, 66)
@@ -217,6 +217,6 @@ def test_coupled_text_is_the_plain_one(salt):
 
 
 def test_other_modes_give_texts_of_their_own():
-    """Or the tests above would say nothing that those of mode ``coupled`` do not."""
+    """Otherwise the tests above would show no more than the tests of mode ``coupled``."""
     assert alone("sampled", 0) != alone("coupled", 0)
     assert alone("argmax", 0) != fresh(requests("argmax", 0))

@@ -1,7 +1,7 @@
-"""A rejected draft leaves no trace: neither in the text, nor in anything that a later step may read.
+"""A rejected draft leaves no trace in the text, and none in the memory that later steps may read.
 
-The answers here are forced, so that they are known beforehand and a drafter can be right exactly as often as it is told.  Plain
-is then one prefill of prompt and answer: the same tokens, none of them drafted.
+The answers here are forced, so they are known before, and the test can choose how many drafts are right.  The comparison is one
+prefill of prompt and answer: the same tokens without drafts.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def whole(each):
 
 
 def in_turn(pattern):
-    """How many drafts are right: for every request its own entry of ``pattern``, round after round."""
+    """The number of right drafts: each round of a request uses the next number of the request's entry in ``pattern``."""
     turns = {}
 
     def num_right(seed, position):
@@ -39,21 +39,21 @@ def in_turn(pattern):
 
 
 def counted(counts):
-    """The drafter's way to know ``counts``: request -> how many drafts of each round are right."""
+    """A drafter with ``counts``: request -> number of right drafts of each round."""
     texts = {each.params.seq_seed: whole(each) for each in counts}
     num_right = in_turn({each.params.seq_seed: list(pattern) for each, pattern in counts.items()})
     return lambda network: KnowingDrafter(network, texts, num_right)
 
 
 class Watched:
-    """An engine, and for each request the memory of its last step."""
+    """An engine that records the slot, the pages, the log-probabilities and the rounds of each request."""
 
     def __init__(self, **given):
         self.core = build(cache=False, spare_slots=0, is_async=False, num_drafts=NUM_DRAFTS, **given)
         self.slots, self.pages, self.logprobs, self.rounds = {}, {}, {}, {}
 
     def run(self, work, num_rounds=None):
-        """To the end, or until every request has had so many rounds; memory is that of this moment."""
+        """Run to the end, or until every request has had ``num_rounds`` rounds; the memory keeps its state of that time."""
         for each in work:
             self.core.add(each)
         while not self.core.is_idle and (not self.rounds or len(min(self.rounds.values(), key=len)) != num_rounds):
@@ -74,9 +74,9 @@ class Watched:
 
 
 def memory(cache, slot, page_ids, num_computed):
-    """Whatever later steps may read of a request with so many computed tokens, by what it is.
+    """Name -> all values that later steps may read of a request with ``num_computed`` tokens.
 
-    Of the drafter's rings it is every place, for only what is accepted may ever be written there.
+    The drafter's rings are compared completely, because only accepted tokens may be written into them.
     """
     layout, config = cache.layout, cache.layout.config
     window = np.arange(max(0, num_computed - config.sliding_window), num_computed)
@@ -98,7 +98,7 @@ def memory(cache, slot, page_ids, num_computed):
 
 
 def plain(work, num_tokens):
-    """Log-probabilities and memory of the same tokens as one prompt each."""
+    """A run with the same tokens as prompts: one prompt for each request."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=True, ignore_eos=True, seq_seed=0)
     return Watched(budget=100).run(
         [request(each.request_id, whole(each)[: num_tokens[each.request_id]], params) for each in work]
@@ -107,9 +107,9 @@ def plain(work, num_tokens):
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))])
 def test_rejected_drafts_leave_no_trace(number):
-    """None, one, ... five right in turn, never any, and others in turn: pages, pairs and rings are met in every way.
+    """Right drafts: 0 to 5 in turn, always 0, and other patterns, so that rounds end at all offsets in pages, pairs and rings.
 
-    The last round's drafts are all wrong, and nothing has been written over them when memory is looked at.
+    All drafts of the last round are wrong, and no later step has overwritten their state when memory is compared.
     """
     rng, num_rounds = rng_of(number, 40), 91
     patterns = [(0, 1, 2, 3, 4, 5), (0,), (0, 5), (1, 0, 0, 3)]
@@ -123,7 +123,7 @@ def test_rejected_drafts_leave_no_trace(number):
         assert expected[-1][0] == 0
         num_tokens[each.request_id] = len(each.prompt_token_ids) + 1 + sum(right + 1 for right, _ in expected)
     assert num_tokens["r0"] > 300
-    # The last token that was decided is an anchor that no step has computed.
+    # The last decided token is an anchor, which no step has computed.
     computed = {name: count - 1 for name, count in num_tokens.items()}
     known = plain(counts, computed)
     for each in counts:

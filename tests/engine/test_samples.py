@@ -1,4 +1,4 @@
-"""Several answers to one request: each is what it would be alone, they share the prompt, and nothing of them stays behind."""
+"""Several answers to one request: each equals the answer to a separate request; they share the prompt; all memory is freed."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ def sampled(n=4, max_tokens=9, **given):
 
 
 def drain(core):
-    """(request, sample) -> [(token, log-probability)]."""
+    """Run to the end; returns (request, sample) -> [(token, log-probability)]."""
     outputs = {}
     while not core.is_idle:
         for output in core.step():
@@ -37,7 +37,7 @@ def drain(core):
 
 @functools.cache
 def alone(params):
-    """The same answers, each asked for as a request of its own that shares nothing."""
+    """The same answers, each from a separate request without shared memory."""
     return list(fresh([request(str(i), PROMPT, params.with_sample(i)) for i in range(params.n)]).values())
 
 
@@ -58,7 +58,7 @@ def test_each_answer_is_what_it_is_alone_and_the_prompt_is_computed_once(is_asyn
     outputs = drain(core)
     assert [outputs["a", i] for i in range(4)] == alone(sampled())
     assert len({tuple(outputs["a", i]) for i in range(4)}) == 4
-    # Once the prompt; at most its last page again for each further answer; the tokens, with one of each in vain.
+    # The prompt once, at most its last page again for each further answer, and the tokens, with one unnecessary row each.
     most = len(PROMPT) + 3 * PAGE_TOKENS + 7 + 5 * 9 + 5
     assert core.stats().num_computed_tokens <= most
     assert_nothing_is_left(core)
@@ -189,7 +189,7 @@ def test_records_come_under_the_callers_ids_and_dropped_ones_do_not_come():
     assert "a" not in samples
 
 
-# What callers see.
+# Results for callers.
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where state is saved, the next request that can use it finds it: the same prompt again, and what a caller asked for."""
+"""The next request that can use a saved state finds it: after the same prompt, and at a caller's checkpoints."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_a_prompt_sent_again_is_exact_and_replays_nothing(is_async, num_drafts, 
     lengths = [PAGE_TOKENS + core.scheduler.kv.margin, 4 * PAGE_TOKENS, 90, 93]
     work = [request(str(at), tokens(rng, length), params(rng, 3, ignore_eos=True)) for at, length in enumerate(lengths)]
     got = drain(core, work[:2])
-    for each in work[2:]:  # one alone, and the next while others wait to be sent again
+    for each in work[2:]:  # one request alone, then the next while other prompts are sent again
         drain(core, [each], outputs=got)
     before = core.stats()
     resent = drain(core, [again(each) for each in work])
@@ -52,7 +52,7 @@ def test_state_that_was_asked_for_is_found_whatever_the_chunks(is_async, keep):
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("num_tokens", [54, 65])
 def test_progress_is_saved_at_the_last_page_whatever_the_chunks(is_async, num_tokens):
-    """Steps in flight once left out every other page, the last one among them."""
+    """An earlier error: with steps in flight, every other page was not saved, including the last page."""
     rng = rng_of(9, 2)
     core = build(is_async=is_async, budget=PAGE_TOKENS)
     first = request("first", tokens(rng, num_tokens), params(rng, 1))

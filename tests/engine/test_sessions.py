@@ -1,4 +1,4 @@
-"""Two long sessions that take turns: what they share with their own past is found again, whether or not its state was kept."""
+"""Two long sessions in turn: each turn finds the pages of its earlier turns, with and without a saved state."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ class Engine:
         )
 
     def answer(self, request):
-        """Run one request to its end; its records."""
+        """Run one request to its end; returns its records."""
         self.scheduler.add(request)
         self.worker.add(request)
         records, ahead = [], None
@@ -64,7 +64,7 @@ class Engine:
 
 
 def take_turns(engine, rng, *, shortest_question=20):
-    """Sessions "a" and "b" in turn.  Of every turn after a session's first: tokens that could be spared, and that were."""
+    """Run sessions "a" and "b" in turn.  Returns, for all but the first turns, tokens that a hit could save, and saved tokens."""
     texts = {name: rng.integers(100, 1000, FIRST_TOKENS).tolist() for name in "ab"}
     computed = dict.fromkeys(texts, 0)
     could, were = [], []
@@ -82,7 +82,7 @@ def take_turns(engine, rng, *, shortest_question=20):
             else:
                 assert records[0].num_cached_tokens == 0, "the sessions have nothing in common"
             text += [each.token_id for each in records]
-            computed[name] = len(text) - 1  # the last token was sampled, and never read
+            computed[name] = len(text) - 1  # the last token was sampled but not computed
     return could, were
 
 
@@ -109,8 +109,8 @@ def test_exact_replay_finds_the_same_pages(seed):
 
 
 def test_with_room_for_both_states_nothing_is_replayed(seed):
-    engine = Engine(num_spare_slots=3, replay_tokens=WINDOW)  # the state that a turn continues from is not given up for its next
-    # Behind a shorter question the hit could end before the one boundary at which the state was kept.
+    engine = Engine(num_spare_slots=3, replay_tokens=WINDOW)  # room for the old and the new state
+    # With a shorter question, the hit could end before the only boundary with a saved state.
     could, were = take_turns(engine, np.random.default_rng(seed), shortest_question=engine.kv.margin)
     counts = engine.kv.counts
     assert (counts.num_replay_hits, counts.num_state_hits) == (0, len(could))

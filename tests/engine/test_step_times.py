@@ -1,4 +1,4 @@
-"""Step times: measured in turn, found again on disk for the same engine and for a while, never believed if damaged."""
+"""Step times: sizes are measured in turn; a stored curve is used for the same engine and a limited time, and never if damaged."""
 
 import json
 import logging
@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 def _write_and_read(directory, number):
-    """Curves of ``number`` alone; returns how many reads found something that nobody wrote."""
+    """Write curves that contain only ``number``; returns the number of reads that found another content than a process wrote."""
     wrong = 0
     for _ in range(40):
         save_curve(directory, KEY, CostCurve(range(1, 200), [float(number + 1)] * 199))
@@ -141,7 +141,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(tmp_path):
 
 
 def test_points_of_other_sizes_are_not_used(tmp_path, caplog):
-    """A digit that flipped must not ask for gigabytes."""
+    """A damaged digit must not lead to an allocation of gigabytes."""
     key = {**KEY, "sizes": "[1, 8, 64]"}
     save_curve(tmp_path, key, CURVE)
     (file,) = tmp_path.iterdir()

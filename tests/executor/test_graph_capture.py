@@ -1,4 +1,4 @@
-"""Laying out rounds is one graph for every budget: nothing in it looks at a number on the host."""
+"""The layout of rounds is one graph for every total of drafts, because it reads no number on the host."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_replayed_graph_lays_out_any_budget_as_a_fresh_call_does(backend):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = lay_out(*arguments)
-    for total in (0, 1, 17, 100, NUM_ROWS - NUM_ROUNDS):  # never a new graph
+    for total in (0, 1, 17, 100, NUM_ROWS - NUM_ROUNDS):  # the same graph for each total
         confidences.copy_(torch.rand(NUM_ROUNDS, NUM_DRAFTS, device=cuda, generator=generator))
         caps.copy_(torch.randint(NUM_DRAFTS + 1, (NUM_ROUNDS,), device=cuda, generator=generator))
         starts += 7

@@ -1,4 +1,4 @@
-"""Buckets and captured graphs: few shapes, and a replay is what a fresh run would be."""
+"""Buckets and captured graphs: there are few shapes, and a replay equals an ordinary run."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_plans_that_would_be_mostly_filling_are_left_alone():
 
 
 def test_the_tier_follows_the_drafts_that_are_verified():
-    """Not those that were made: verifying fewer would gain nothing."""
+    """If the bucket counted made drafts, verifying fewer drafts would save nothing."""
     rounds = tuple(round_of(number, 1, 5) for number in range(64))
     sizes = [Buckets().pad(StepPlan(chunks=(), rounds=rounds, num_drafts=count)).num_round_rows for count in (0, 60, 200, 320)]
     assert sizes == [64, 128, 264, 384]
@@ -96,7 +96,7 @@ def test_without_a_device_that_has_graphs_every_body_is_run():
 
 
 def adding(memory, calls):
-    """A body with memory: it adds its arguments, on host and device, to what is there, and returns the sum."""
+    """A body with state: it adds its arguments, on host and device, to a running sum, and returns the sum."""
 
     def body(one, other):
         calls.append(1)
@@ -133,11 +133,11 @@ def test_keys_have_graphs_of_their_own_and_the_least_used_goes_first():
     run(1, 1, count=2)
     run(2, 1, count=2)
     run(1, 1)
-    run(3, 1, count=2)  # in the place of key 2
+    run(3, 1, count=2)  # replaces key 2
     assert (len(calls), graphs.num_captured) == (6, 3)
     run(1, 1)
     assert (len(calls), graphs.num_captured) == (6, 3)
-    run(2, 1)  # seen before, so it is captured at once
+    run(2, 1)  # this key ran before, so it is captured at once
     assert (len(calls), graphs.num_captured) == (7, 4)
     assert int(memory) == 1 * 4 + 2 * 3 + 3 * 2
 

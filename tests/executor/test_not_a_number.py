@@ -1,4 +1,4 @@
-"""A number that is none, wherever it comes from: no token follows from it, and the step says so."""
+"""Values that are not finite, from any source: no token results from them, and the step fails with a message."""
 
 import re
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ BAD_ROWS = {
     st.integers(0, 2**30),
 )
 def test_a_step_fails_exactly_if_a_row_whose_token_is_kept_is_not_finite(mode, lens, bad_rows, how, seed):
-    """In front of the first bad row nothing changes, so what the clean rows decide says which rows are kept."""
+    """Rows before the first bad row decide the same tokens, so the clean run shows which rows are kept."""
     rng = np.random.default_rng(seed)
     num_rows = 1 + sum(lens) + len(lens)
     logits = torch.from_numpy(rng.normal(0, 2, (num_rows, VOCAB)).astype(np.float32))
@@ -145,7 +145,7 @@ def test_prompts_and_drafts_that_are_not_numbers_fail_the_step_and_answers_go_by
 
 
 def poisoned(stored, at):
-    """A stored tensor with one NaN; all of it without a place."""
+    """Put NaN into a stored tensor: at one place, or everywhere if no place is given."""
     stored = stored.clone()
     flat = stored.view(-1)
     where = slice(None) if at is None else slice(at % len(flat), at % len(flat) + 1)
@@ -159,7 +159,7 @@ def poisoned(stored, at):
 
 
 def kinds():
-    """One name of every kind of tensor of the text model."""
+    """One name for each kind of tensor of the text model."""
     found = {}
     for name in weights("golden"):
         if not name.startswith(("mtp", "vision", "aligner", "image_")) and not re.search(r"experts\.\d+\.w\d\.weight", name):
@@ -176,7 +176,7 @@ CHOICES = [
     "layers.10.attn.indexer.weights_proj.weight",
     "layers.6.attn.compressor.norm.weight",
 ]
-"""What steers a choice of experts or of entries."""
+"""Tensors that determine the choice of experts or of cache entries."""
 
 
 def network_with(name, at=None):
@@ -188,7 +188,7 @@ def network_with(name, at=None):
 
 @pytest.mark.parametrize("names", [CHOICES, pytest.param(kinds(), marks=pytest.mark.slow, id="all kinds")])
 def test_a_nan_in_any_weight_is_seen_in_the_logits_or_changes_no_bit_of_them(names, seed):
-    """A choice among numbers that are none would give finite logits, and others."""
+    """A choice of experts or entries by NaN values must not give finite logits that differ from the right ones."""
     clean, rng = model("golden", exact=False), np.random.default_rng(seed)
     prompt = text_with_images(clean, rng, 24)
     expected = in_chunks(clean, prompt, [24])
@@ -224,7 +224,7 @@ def test_every_format_carries_a_nan(dtype, seed):
 
 
 def serve(core, work):
-    """Records until the step fails."""
+    """The records before the step that fails."""
     outputs = {}
     with pytest.raises(StepFailed, match=re.escape(SAYS)):
         drain(core, work, outputs=outputs)
@@ -243,7 +243,7 @@ def work_of(seed, **given):
     [("coupled", "norm", NAN), ("coupled", "head", -INF), ("sampled", "head", INF), ("argmax", "norm", INF)],
 )
 def test_damaged_weights_give_no_token(mode, name, value):
-    core = build(num_drafts=3, draft_mode=mode, budget=16)  # chunks without logits go before
+    core = build(num_drafts=3, draft_mode=mode, budget=16)  # chunks without logits come first
     network = core.executor.worker.model
     kept = getattr(network, name)
     setattr(network, name, kept.clone())
@@ -270,7 +270,7 @@ DRAFTER = ["mtp.2.norm.weight", "mtp.2.markov_head.head.weight", "mtp.2.confiden
 
 @pytest.mark.parametrize("name", DRAFTER)
 def test_a_drafter_that_is_not_a_number_fails_the_step_too(name):
-    """Its drafts would never be accepted, and nobody would know why the engine is slow."""
+    """Without the check its drafts would never be accepted, and the engine would be slow without an error."""
     broken = {**weights("golden"), name: poisoned(weights("golden")[name], None)}
     serve(build(num_drafts=3, drafter=lambda network: Drafter(network, broken)), work_of(3))
 
@@ -289,7 +289,7 @@ def test_records_that_were_damaged_behind_a_token_fail_the_next_step():
 
 
 def test_a_rejected_drafts_row_harms_nobody():
-    """Whatever stands behind the last token that is kept."""
+    """Values after the last kept token do not matter."""
     rows = torch.linspace(0, 1, 2 * VOCAB).view(2, VOCAB).flip(1).clone()
     rows[1] = NAN
     device = Device(num_drafts=1)

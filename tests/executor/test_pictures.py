@@ -1,4 +1,4 @@
-"""Pictures: encoded when a chunk shows them, once for all answers, and the tokens are those of a run that encodes at once."""
+"""Pictures are encoded when a chunk needs them, once for all answers; tokens equal those of a run that encodes all at once."""
 
 import hashlib
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SIDE = CONFIG.vision.patch_size * CONFIG.vision.downsample_ratio
 
 
 class CountingTower(VisionTower):
-    """Remembers which pictures it has encoded."""
+    """A tower that records which pictures it has encoded."""
 
     def __init__(self, tensors=None, device=CPU):
         super().__init__(CONFIG, tensors or weights("golden"), device=device)
@@ -50,7 +50,7 @@ def picture(rng, tokens_w=2, tokens_h=2):
 
 
 def asking(name, texts, pictures, **given):
-    """Text, picture, text, picture, …, text."""
+    """A prompt of text, picture, text, picture, …, text."""
     ids, images = list(texts[0]), {}
     for each, text in zip(pictures, texts[1:], strict=True):
         images[len(ids)] = hashlib.sha256(each.pixels.tobytes()).digest()[:16]
@@ -75,7 +75,7 @@ def by_answer(core):
 
 
 def fresh(request, pictures):
-    """Alone, in one piece."""
+    """The result of a request that runs alone, in one chunk."""
     core = build(tower=CountingTower(), cache=False, spare_slots=0, is_async=False, budget=2000)
     found = run(core, request, pictures)
     core.close()
@@ -112,7 +112,7 @@ def test_what_lies_behind_a_hit_is_not_encoded(rng):
     core = build(tower=tower)
     run(core, asking("a", [start, middle], [first]), [first])
     assert len(tower.encoded) == 1
-    again = Picture(plan=first.plan, pixels=first.pixels.copy())  # as a door decodes it anew
+    again = Picture(plan=first.plan, pixels=first.pixels.copy())  # an equal picture in a new object, as a second request has it
     found = run(core, asking("b", [start, middle], [again]), [again])
     assert len(tower.encoded) == 1, "the picture lies behind the hit"
     assert [len(each) for each in found.values()] == [6]

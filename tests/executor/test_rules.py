@@ -1,4 +1,4 @@
-"""Rules about tokens: every row says what a reading of its request's text says, whoever else is in the step."""
+"""Token rules: every row gets the result of reading its request's text, independent of the other requests of the step."""
 
 import random
 
@@ -20,7 +20,7 @@ def make_rules(device=CPU, forbidden=(IMAGE,)):
 
 
 class Turn:
-    """A request in a step: its text so far, its drafts, and how many of them are verified."""
+    """A request in a step: its text, its drafts, and the number of verified drafts."""
 
     def __init__(self, name, params, prompt, output, drafts, num_verified):
         self.name, self.params, self.prompt, self.output = name, params, prompt, output
@@ -31,7 +31,7 @@ class Turn:
         rules.start(self.name, np.array(self.prompt + self.output, dtype=np.int32))
 
     def expected(self, logits):
-        """(logits, allowed) of each row, read off the text token by token."""
+        """(logits, allowed) of each row, computed from the text token by token."""
         params = self.params
         rows = []
         for j in range(self.num_verified + 1):
@@ -54,7 +54,7 @@ class Turn:
 
 
 def pack(turns, device=CPU, num_padding=0, noise=None):
-    """Packed rows of a step; padding rows name anybody."""
+    """Packed rows of a step; the owners of padding rows are arbitrary."""
     owners = [i for i, turn in enumerate(turns) for _ in range(turn.num_verified + 1)]
     offsets = [j for turn in turns for j in range(turn.num_verified + 1)]
     positions = [len(t.prompt) + len(t.output) + j for t in turns for j in range(t.num_verified + 1)]
@@ -165,7 +165,7 @@ def test_a_rule_about_logits_alone_leaves_the_common_mask_and_the_other_way_roun
 
 
 def penalised(rules, output, drafts):
-    """What a presence penalty of 1 takes off zero logits at each row."""
+    """The amount that a presence penalty of 1 subtracts from zero logits at each row."""
     turn = Turn("a", SamplingParams(presence_penalty=1), [2], output, drafts, len(drafts))
     got, _ = rules.apply(torch.zeros(len(drafts) + 1, VOCAB), pack([turn]))
     return [sorted(torch.nonzero(row).flatten().tolist()) for row in got]
@@ -181,7 +181,9 @@ def test_rejected_drafts_are_not_counted():
     rules = make_rules()
     Turn("a", SamplingParams(presence_penalty=1), [2], [6], [], 0).enter(rules)
     penalised(rules, [6], [7, 8, 9])
-    rules.record(["other", "a"], torch.tensor([[3, 4, 5, 10], [7, 11, -1, -1]]))  # 7 was accepted, 8 rejected for 11
+    rules.record(
+        ["other", "a"], torch.tensor([[3, 4, 5, 10], [7, 11, -1, -1]])
+    )  # draft 7 was accepted; 11 replaces the rejected draft 8
     assert penalised(rules, [6, 7, 11], []) == [[6, 7, 11]]
 
 

@@ -1,4 +1,4 @@
-"""Rounds on the device: which rows they get, what is decided at each, and what is kept for the next."""
+"""Rounds on the device: their rows, the decision at each row, and the state for the next round."""
 
 import math
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ PAGE = np.ones(1, dtype=np.int32)
 
 
 class FakeDrafter:
-    """Drafts what it is told, and remembers what it was asked and what it was given to remember."""
+    """A drafter with given drafts; it records its calls and the context rows that it gets."""
 
     def __init__(self, ids=None, confidences=None, logits=None):
         self.ids, self.confidences, self.logits = ids, confidences, logits
@@ -56,7 +56,7 @@ class Device:
         )
 
     def place(self, slot, *, num_tokens, anchor=2, drafts=(), confidences=(), num_tokens_max=100, params=GREEDY):
-        """A request that decodes: ``num_tokens`` decided ones, the anchor included."""
+        """Put a decoding request into a slot; it has ``num_tokens`` decided tokens, including the anchor."""
         table = self.table
         table.write(slot, params, num_tokens_max)
         table.num_tokens[slot], table.anchor_ids[slot] = num_tokens, anchor
@@ -72,7 +72,7 @@ class Device:
 
 
 def round_of(slot, max_drafts=3, **given):
-    """What the host knows of positions does not matter to the device, so that it is wrong here."""
+    """A round with a wrong position, because the device must not use the host's position."""
     return Round(request_id=f"r{slot}", slot=slot, start=0, max_drafts=max_drafts, page_ids=PAGE, **given)
 
 
@@ -87,7 +87,7 @@ def plan_of(rounds, num_drafts=None, chunks=()):
 
 
 def choosing(*tokens):
-    """Logits whose best token is the given one, row by row; every row has numbers of its own."""
+    """Logits whose best token is the given token of each row; every row has different numbers."""
     rows = torch.linspace(0, 1, len(tokens) * VOCAB).view(-1, VOCAB).flip(1).clone()
     rows[torch.arange(len(tokens)), torch.tensor(tokens)] = 5 + torch.arange(len(tokens), dtype=torch.float32)
     return rows
@@ -126,7 +126,7 @@ def test_without_drafts_a_round_is_its_anchor():
 
 @pytest.mark.parametrize(("left", "length"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3), (9, 3)])
 def test_a_round_never_verifies_more_than_the_request_has_room_for(left, length):
-    """The host may not know yet how far the request is, and asks for too many."""
+    """The host may not know the request's position yet, so it plans too many drafts."""
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=10 + left, drafts=[2, 3, 4])
     laid = device.lay_out(plan_of([round_of(1)]))
@@ -147,9 +147,9 @@ def test_budget_beyond_what_the_rounds_have_room_for_leaves_rows_to_nobody():
     ("confidences", "num_drafts", "lens"),
     [
         ([[0.9, 0.9, 0.1], [0.8, 0.1, 0.9]], 3, [2, 1]),
-        ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 3, [2, 1]),  # equal: earlier drafts, then earlier rounds
+        ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 3, [2, 1]),  # equal confidences: earlier drafts first, then earlier rounds
         ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], 4, [2, 2]),
-        ([[math.nan, 1.0, 1.0], [0.2, 0.2, 0.2]], 3, [0, 3]),  # 0 · 1 · 1 loses against anything
+        ([[math.nan, 1.0, 1.0], [0.2, 0.2, 0.2]], 3, [0, 3]),  # 0 · 1 · 1 ranks last
         ([[math.inf, 1.0, 1.0], [0.2, math.nan, 1.0]], 1, [0, 1]),
         ([[math.nan] * 3, [math.nan] * 3], 3, [2, 1]),
         ([[0.9, 0.9, 0.9], [0.9, 0.9, 0.9]], 0, [0, 0]),
@@ -165,7 +165,7 @@ def test_a_smaller_budget_goes_to_the_likeliest_drafts(confidences, num_drafts, 
 
 
 def test_rounds_of_nobody_stay_at_the_beginning():
-    """Whatever steps have left in slot 0, they need no more than one page."""
+    """Padding rounds need only one page, whatever earlier steps have written into slot 0."""
     device = Device()
     device.place(0, num_tokens=5000, num_tokens_max=9000, confidences=[1.0, 1.0, 1.0])
     device.place(1, num_tokens=21, drafts=[2, 3, 4])
@@ -186,7 +186,7 @@ def test_a_round_with_less_room_leaves_its_share_to_others():
 
 
 def test_prompts_and_rounds_of_any_length_are_decided_together():
-    """Two prompts, then rounds with 3, 0 and 1 drafts of which 2, none and 1 are right, then rows of nobody."""
+    """Two prompts, then rounds with 3, 0 and 1 drafts of which 2, 0 and 1 are right, then padding rows."""
     device = Device()
     device.place(1, num_tokens=21, drafts=[3, 4, 5], confidences=[0.5, 0.6, 0.7])
     device.place(2, num_tokens=9, drafts=[3, 3, 3])
@@ -205,10 +205,10 @@ def test_prompts_and_rounds_of_any_length_are_decided_together():
     assert decided.starts.tolist() == [5, 18, 20, 8, 30]
     assert decided.confidences[2].tolist() == pytest.approx([0.5, 0.6, 0.7])
     assert decided.confidences[4, 0] == 0.25
-    # Where they stand now: decided tokens, the last of which is the anchor.
+    # The number of decided tokens; the last of them is the anchor.
     assert device.table.num_tokens[[4, 5, 1, 2, 3]].tolist() == [7, 20, 24, 10, 33]
     assert device.table.anchor_ids[[4, 5, 1, 2, 3]].tolist() == [2, 3, 6, 5, 2]
-    # Every token's numbers are those of the row that brought it.
+    # The log-probabilities of every token come from the row that decided it.
     own = [[0], [1], [2, 3, 4], [6], [7, 8]]
     for number, rows in enumerate(own):
         tokens = decided.token_ids[number, : len(rows)]
@@ -278,14 +278,16 @@ def test_an_end_token_anywhere_in_a_round_leaves_no_share_of_the_next(offset):
 
 
 def test_residuals_are_drawn_with_noise_of_their_own():
-    """A draft that comes with the noise of drafts and a token drawn in its place must not share it."""
+    """The noise that draws a draft and the noise that draws its replacement must be different."""
     device = Device(mode="sampled", num_drafts=1)
     params = SamplingParams(temperature=1.0, seq_seed=11, ignore_eos=True)
     rows = SamplingRows(
         temperature=torch.ones(1), top_k=torch.tensor([-1]), top_p=torch.ones(1), min_p=torch.zeros(1), seeds=torch.tensor([11])
     )
     target = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
-    target[0, 3] = -torch.inf  # the draft is never right; nothing but it was likely, so that the residual is the target
+    target[
+        0, 3
+    ] = -torch.inf  # the draft is never right; the draft distribution has only this token, so the residual is the target
     for start in range(10, 40):
         device.place(1, num_tokens=start + 1, drafts=[3], params=params)
         device.table.draft_logits[1, 0] = torch.full((VOCAB,), -torch.inf).index_fill_(0, torch.tensor(3), 0.0)
@@ -314,7 +316,7 @@ def step_inputs(chunks, laid, rounds):
 
 
 def test_the_drafter_remembers_accepted_tokens_and_never_the_new_anchor():
-    """3, 0 and 1 of three drafts are right; every row's mark is its number."""
+    """Rounds with 3, 0 and 1 of three drafts right; the mark of every row is its number."""
     device = Device()
     for slot, drafts in ((1, [3, 4, 5]), (2, [6, 6, 6]), (3, [6, 5, 5])):
         device.place(slot, num_tokens=10 * slot + 1, drafts=drafts)
@@ -332,7 +334,7 @@ def test_the_drafter_remembers_accepted_tokens_and_never_the_new_anchor():
     expected += [(2, 20, 6.0)]
     expected += [(3, 30, 10.0), (3, 31, 11.0)]
     assert device.drafter.committed == expected
-    # The next round's anchor stands right behind what is remembered.
+    # The next round's anchor comes directly after the context of the drafter.
     assert [each[:3] for each in device.drafter.asked] == [(1, 2, 14), (2, 2, 21), (3, 2, 32)]
     last = {slot: position for slot, position, _ in device.drafter.committed}
     assert all(position == last[slot] + 1 for slot, _, position, _ in device.drafter.asked)
@@ -355,7 +357,7 @@ def test_drafts_come_behind_prompts_and_behind_answers_that_are_resumed():
 
 
 def test_a_recycled_slot_has_nothing_of_its_last_request():
-    """Ended, hopeless and far along: none of it is the next request's, whose first round ranks by its own drafts."""
+    """An old entry with an end, confidences of 0 and a high position does not affect the next request in the slot."""
     device = Device(drafter=FakeDrafter(ids=[[2, 3, 4]], confidences=[[0.9, 0.9, 0.9]]))
     device.place(1, num_tokens=90, drafts=[6, 6, 6], confidences=[0.0, 0.0, 0.0])
     device.table.has_ended[1] = True

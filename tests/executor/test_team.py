@@ -1,4 +1,4 @@
-"""How many threads a step gets: all while the cores are idle, one while they are not."""
+"""Number of threads of a step: all threads on idle cores, one thread on busy cores."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ needs_counts = pytest.mark.skipif(not team.own_waits(), reason="the system does 
 
 
 class System:
-    """A clock, and counts of two threads of which the test decides how much of their time they wait."""
+    """A clock and the times of two threads; the test chooses the share of time that the threads wait."""
 
     def __init__(self):
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""A worker behind an engine, or by itself: limits that only it can see, slots that change hands, and what it keeps of drafts."""
+"""A worker, in an engine or alone: limits that only the worker knows, slots that change their request, and state of drafts."""
 
 import functools
 from dataclasses import replace
@@ -24,7 +24,7 @@ END = 4 * PAGE_TOKENS
 
 @functools.cache
 def beside_one_another():
-    """Requests that reach ``END`` at every place of a round, another one behind each second, and what all of them give."""
+    """Requests that reach ``END`` at every position of a round, every second one with a neighbour, and their expected results."""
     rng, work = rng_of(0, 70), []
     for number, count in enumerate(range(END - 14, END - 8)):
         params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seq_seed=number)
@@ -36,9 +36,9 @@ def beside_one_another():
 
 @pytest.mark.parametrize("limit", ["max_model_len", "max_tokens"])
 def test_drafts_that_are_right_beyond_the_last_token_are_not_verified(limit):
-    """One step ahead, where the host has to ask for more drafts than there is room for.
+    """Plan one step ahead, so that the host plans more drafts than the request has room for.
 
-    The last token stands at the end of a page, and behind it comes the first page of a neighbour, which must not change.
+    The last token is at the end of a page.  The next page belongs to a neighbour and must not change.
     """
     work, expected = beside_one_another()
     ends = {each.request_id: min(END, len(each.prompt_token_ids) + each.params.max_tokens) for each in work}
@@ -86,7 +86,7 @@ NUM_PAGES = 3
 
 
 class Moved:
-    """Requests on a worker; each has pages of its own, and a slot only while it is in one."""
+    """Requests on a worker; each has its own pages, and sometimes a slot."""
 
     def __init__(self, num_drafts):
         self.core = build(num_drafts=num_drafts, max_num_seqs=len(KINDS), spare_slots=0, cache=False)
@@ -99,7 +99,7 @@ class Moved:
         self.slots = {}  # slot -> request
 
     def step(self, entering=()):
-        """Rounds of those that have slots, and those ``entering`` (slot, request) anew."""
+        """A plan with rounds of requests that have slots, and chunks of requests ``entering`` slots: (slot, request)."""
         for slot, number in entering:
             self.slots = {other: there for other, there in self.slots.items() if there != number} | {slot: number}
         fresh_slots = {slot for slot, _ in entering}
@@ -145,7 +145,7 @@ def never_moved():
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_a_request_keeps_its_parameters_and_its_counts_in_whatever_slot_it_goes_on(num_drafts):
-    """Again and again some lose their slots, to others or to one another, and go on later where there is one."""
+    """Requests repeatedly lose their slots to other requests and continue later in free slots."""
     moved, rng = Moved(num_drafts), rng_of(num_drafts, 72)
     entries = [(1, 0), (1, 1), (2, 0), (1, 2), (1, 0), (2, 1), (1, 3), (3, 0)]
     entries += [(int(rng.integers(1, 4)), int(rng.integers(len(KINDS)))) for _ in range(6)]
@@ -164,7 +164,7 @@ NAME = "one"
 
 
 def ran(core, plans):
-    """What the steps brought: tokens and their numbers, and confidences of the drafts made behind them."""
+    """Results of the steps: the sampled tokens with their numbers, and the confidences of new drafts."""
     results = [core.executor.launch(plan).result() for plan in plans]
     return [(each.sampled.get(NAME), each.confidences.tolist()) for each in results]
 
@@ -172,9 +172,9 @@ def ran(core, plans):
 @pytest.mark.parametrize("mode", ["coupled", "sampled", "argmax"])
 @pytest.mark.parametrize("samples", [False, True])
 def test_a_state_that_a_prompt_saved_has_all_that_drafts_look_at(mode, samples):
-    """A chunk's state is whole behind its step alone: what the drafter remembers of the chunk belongs to it.
+    """The state saved after a chunk's step includes the drafter's context of the chunk.
 
-    The request that goes on from it drafts so soon that it looks at what stands before.
+    The request that continues from the state makes drafts so early that they depend on this context.
     """
     rng, end = rng_of(samples, 74), PAGE_TOKENS
     prompt = np.array(tokens(rng, end + 2), dtype=np.int32)
@@ -206,7 +206,7 @@ def test_a_state_that_a_prompt_saved_has_all_that_drafts_look_at(mode, samples):
 
 
 class Noting(Drafter):
-    """Remembers for each slot the logits that its drafts were drawn from."""
+    """A drafter that records for each slot the logits that its drafts were drawn from."""
 
     def __init__(self, network):
         super().__init__(network, weights("golden"))
@@ -220,7 +220,7 @@ class Noting(Drafter):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_verification_gets_the_very_logits_that_the_drafts_were_drawn_from(exact):
-    """In both regimes: rounded ones would make another law of the text, and one that no equality of texts shows."""
+    """Both regimes: rounded logits would change the distribution of the text, and no test of equal texts would show it."""
     made, seen = [], []
 
     def noting(network):

@@ -1,4 +1,4 @@
-"""Memory of choosing tokens: bounded where rows allow it, counted before pages are, and no bit of a result depends on it."""
+"""Memory for choosing tokens: it is bounded, it is subtracted before pages are counted, and no bit of a result depends on it."""
 
 import random
 import weakref
@@ -88,7 +88,7 @@ def test_requests_that_wait_hold_no_rows():
 
 
 class Peak(TorchDispatchMode):
-    """Most bytes of tensors that were alive at once, of those made meanwhile."""
+    """Most bytes of live tensors at one time, counting only tensors that are made within this context."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ RULES = {"presence_penalty": 0.5, "logit_bias": {3: 1.0}, "banned_token_ids": [4
 
 
 class Step:
-    """One step's decision over rounds that verify all they can, its tables included."""
+    """The decision of one step over rounds that verify all their drafts, including the rule tables."""
 
     def __init__(self, vocab, num_requests, num_drafts, mode, device=CPU, **given):
         self.params = [SamplingParams(seq_seed=n, **given) for n in range(num_requests)]
@@ -168,7 +168,7 @@ class Step:
     ],
 )
 def test_what_is_counted_is_enough(vocab, num_requests, num_drafts, given, mode, monkeypatch):
-    """With a bound that makes parts of one row: what grows with the batch is the formula's, not the bound's."""
+    """A bound that makes parts of one row shows that the formula, not the bound, covers the memory that grows with the batch."""
     for name in ("deepinfer.ops.sampling.WORKSPACE_BYTES", "deepinfer.executor.worker.WORKSPACE_BYTES"):
         monkeypatch.setattr(name, 1 << 20)
     monkeypatch.setattr("deepinfer.executor.worker._LOGIT_ROWS", 1)
@@ -223,7 +223,7 @@ def test_pages_get_what_choosing_tokens_leaves(monkeypatch):
 
 @pytest.mark.parametrize("max_model_len", [65_536, 400_000, 600_000])
 def test_on_a_cpu_caches_come_first(max_model_len):
-    """Half of the budget is theirs, and what two long requests need: what was served without counting is served."""
+    """The workspace takes at most half of the budget and leaves pages for two long requests, so small budgets still work."""
     config, budget = named_config("full"), loader._CPU_KV_BYTES
     args = EngineArgs(model="nano", max_num_seqs=256, max_model_len=max_model_len)
     layout = loader._layout(args, config)
