@@ -1,5 +1,4 @@
-"""The draft network equals its formulas written out, sees what it may see and nothing else, and gives a request the same bits
-wherever it stands."""
+"""The draft network equals its formulas, reads only visible keys, and gives a request the same bits in every batch."""
 
 import copy
 import dataclasses
@@ -36,19 +35,19 @@ from tests.model.tiny import (
     weights,
 )
 
-# Three picks of four experts: the main network takes two, so that a mix-up shows.
+# Three of four experts.  The main network takes two, so a confusion of the two numbers fails.
 CONFIG = dataclasses.replace(named_config("golden"), dspark_num_experts_per_tok=3)
 WINDOW, RING, WIDTH = 8, 14, 5
 STAGES = range(3)
 TEMPERATURES = (1.0, 0.7, 1.3, 2.0, 0.5)
-REQUESTS = [  # slot, anchor position, first position with a context row
-    (3, 0, 0),  # no context at all
+REQUESTS = [  # slot, anchor position, first position with a context record
+    (3, 0, 0),  # no context
     (5, 3, 0),  # shorter than the window
-    (1, 8, 0),  # the window exactly
+    (1, 8, 0),  # exactly the window
     (6, 9, 2),  # a floor inside the window
     (2, 33, 0),  # twice around the ring
     (4, 40, 37),
-    (7, 20, 20),  # a floor that leaves nothing
+    (7, 20, 20),  # a floor after the whole context
 ]
 ANCHORS = [17, 4, 250, 91, 17, 133, 60]
 
@@ -65,13 +64,13 @@ def drafter_of(device=CPU, *, exact):
 
 
 def changed(change, *, exact):
-    """A drafter whose tensors went through ``change``: name, tensor -> tensor."""
+    """A drafter with tensors changed by ``change``: name, tensor -> tensor."""
     tensors = {name: change(name, tensor) for name, tensor in weights("golden").items()}
     return Drafter(network_of(exact=exact), tensors)
 
 
 def sampling_rows(device, numbers):
-    """Of requests ``numbers``: greedy ones among others."""
+    """Sampling parameters of requests ``numbers``; some are greedy."""
     values = torch.tensor(numbers, dtype=torch.int64)
     return sampling.SamplingRows(
         temperature=torch.where(values % 3 == 1, 0.0, 0.5 + values / 8).float().to(device),
@@ -89,7 +88,7 @@ def random_aux(number, length):
 
 
 def commit(drafter, cache, aux, slot, start):
-    """One call for rows that are longer than the ring, of which it keeps the last."""
+    """Commit context records in one call; of more rows than the ring holds, only the last are committed."""
     device = aux.device
     positions = torch.arange(start, start + len(aux), device=device)
     slots = torch.where(positions >= start + len(aux) - RING, slot, 0)
@@ -118,7 +117,7 @@ def _clean_cache(device, exact, quantised):
 
 
 def filled_cache(device=CPU, *, exact, quantised=True):
-    """The context of all requests, on garbage."""
+    """A cache with the context of all requests; all other bytes are random."""
     cache = _clean_cache(device, exact, quantised)
     made = copy.copy(cache)
     made._pages, made._states = cache._pages.clone(), cache._states.clone()
@@ -133,7 +132,7 @@ def draft(drafter, cache, numbers=range(7), *, mode="argmax", num_drafts=WIDTH, 
 
 
 def block_outputs(drafter, cache, numbers=range(7), **how):
-    """What goes into the Markov loop: hidden and base logits, [num_requests, width, ...]; and the drafts."""
+    """Inputs of the Markov loop (hidden and base logits, [num_requests, width, ...]), and the drafts."""
     calls = {}
     with bound(recording([sampling.markov_step], calls)):
         drafts = draft(drafter, cache, numbers, **how)
@@ -191,7 +190,7 @@ class Written:
         return self.key(f"mtp.{stage}.attn", self.q8(main), position)
 
     def connect(self, prefix, part, streams, pre):
-        """Input of a sublayer; its own pre, post and mixing matrix."""
+        """Input of a sublayer, and the sublayer's own pre, post and mixing matrix."""
         flat = streams.flatten()
         scale, base = self.plain(f"{prefix}.hc_{part}_scale"), self.plain(f"{prefix}.hc_{part}_base")
         m = self.plain(f"{prefix}.hc_{part}_fn") @ flat / torch.sqrt((flat * flat).mean() + 1e-20)
@@ -240,7 +239,7 @@ class Written:
         return y
 
     def block(self, anchor, position, aux, floor):
-        """hidden [5, hidden] before the final norm; ``aux`` are the rows of positions 0 … position - 1."""
+        """hidden [5, hidden] before the final norm; ``aux`` holds positions 0 … position - 1."""
         ids = [anchor] + [CONFIG.dspark_noise_token_id] * 4
         streams = [self.plain("embed.weight")[token].repeat(4, 1) for token in ids]
         pre = [torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)] * 5
@@ -283,7 +282,7 @@ class Written:
 
 @functools.cache
 def written(quantised):
-    """Per request: context rows it can see, hidden, base logits."""
+    """Per request: visible context records, hidden, base logits."""
     network = Written(weights("golden"), quantised)
     results = []
     for number, (_, position, floor) in enumerate(REQUESTS):
@@ -297,7 +296,7 @@ def is_close(found, expected):
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_context_rows_are_the_written_ones(quantised):
+def test_context_records_equal_the_formulas(quantised):
     network, _ = written(quantised)
     cache = filled_cache(exact=True, quantised=quantised)
     for number, (slot, end, _) in enumerate(REQUESTS):
@@ -312,7 +311,7 @@ def test_context_rows_are_the_written_ones(quantised):
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_outputs_of_the_block_are_the_written_ones(device, quantised):
+def test_outputs_of_the_block_equal_the_formulas(device, quantised):
     drafter, (_, expected) = drafter_of(device, exact=True), written(quantised)
     cache = filled_cache(device, exact=True, quantised=quantised)
     calls = {}
@@ -325,7 +324,7 @@ def test_outputs_of_the_block_are_the_written_ones(device, quantised):
 
 
 @pytest.mark.parametrize("mode", ["argmax", "sampled", "coupled"])
-def test_drafts_and_confidences_are_the_written_ones(device, mode):
+def test_drafts_and_confidences_equal_the_formulas(device, mode):
     network, expected = written(True)
     drafts = draft(drafter_of(device, exact=True), filled_cache(device, exact=True), mode=mode)
     assert (drafts.logits is not None) == (mode == "sampled")
@@ -360,11 +359,11 @@ def test_bias_for_image_positions_is_ignored():
 
 
 WRAPPED = 4
-"""The request that went around the ring."""
+"""The request whose context is longer than the ring."""
 
 
 @pytest.mark.parametrize("floor", [0, 30])
-def test_every_output_sees_every_row_of_the_window_and_no_other(floor):
+def test_every_output_sees_every_key_of_the_window_and_no_other(floor):
     drafter, (slot, anchor, _) = drafter_of(exact=True), REQUESTS[WRAPPED]
     requests = [*REQUESTS[:WRAPPED], (slot, anchor, floor)]
     cache = filled_cache(exact=True)
@@ -413,14 +412,14 @@ def test_all_tokens_of_a_block_have_the_same_keys():
         assert counts.tolist() == [min(WINDOW, position - floor) + WIDTH for _, position, floor in REQUESTS]
 
 
-def test_place_of_the_rows_and_what_lies_beside_them_do_not_matter():
+def test_places_of_the_records_and_other_records_do_not_matter():
     drafter = drafter_of(exact=False)
     expected = draft(drafter, filled_cache(exact=False), mode="sampled")
     cache = new_cache(network_of(exact=False), num_pages=2, num_slots=20)
     fill_with_garbage(cache, np.random.default_rng(8))
     moved = [(19 - slot, position, floor) for slot, position, floor in REQUESTS]
     for number, (slot, position, floor) in enumerate(moved):
-        for p in range(max(floor, position - WINDOW), position):  # one row a call, and only those that are visible
+        for p in range(max(floor, position - WINDOW), position):  # one row per call, and only visible rows
             commit(drafter, cache, random_aux(number, position)[p : p + 1].bfloat16(), slot, p)
     assert is_same(draft(drafter, cache, mode="sampled", requests=moved), expected)
 
@@ -501,7 +500,7 @@ def alone(network, prompt):
 
 
 def all_records(drafter, batch):
-    """Context rows of every position that ``batch`` computed: [num_stages, num_positions, bytes]."""
+    """Context records of every position that ``batch`` computed: [num_stages, num_positions, bytes]."""
     parts, start = [], 0
     cache = new_cache(batch.network, num_pages=2, num_slots=2)
     for aux in torch.cat(batch.aux["r"]).split(RING):
@@ -522,7 +521,7 @@ def test_auxiliary_states_are_the_mean_of_the_streams_that_enter_the_target_laye
     assert torch.allclose(aux, expected, rtol=0, atol=1e-12)
 
 
-def run_behind(network, prompt, floor, mode="compact"):
+def run_after(network, prompt, floor, mode="compact"):
     cache = new_cache(network, num_pages=4, num_slots=2)
     pages = np.arange(1, 4, dtype=np.int32)
     chunk = Chunk(request_id="r", slot=1, start=0, token_ids=prompt.token_ids, page_ids=pages, num_logits=0, decoder_floor=floor)
@@ -533,11 +532,11 @@ def run_behind(network, prompt, floor, mode="compact"):
 def test_auxiliary_states_are_those_of_the_decoders_rows():
     network = network_of(exact=False)
     prompt = text(network, np.random.default_rng(2), 40)
-    compact, masked = (run_behind(network, prompt, 24, mode).aux for mode in ("compact", "mask"))
+    compact, masked = (run_after(network, prompt, 24, mode).aux for mode in ("compact", "mask"))
     assert compact.dtype == torch.bfloat16
     assert len(masked) == 40
     assert torch.equal(compact, masked[24:])
-    outputs = run_behind(network, prompt, 40)
+    outputs = run_after(network, prompt, 40)
     assert outputs.aux.shape == (0, 3 * CONFIG.hidden_size)
     assert outputs.hidden.shape == (0, CONFIG.hidden_size)
 
@@ -545,7 +544,7 @@ def test_auxiliary_states_are_those_of_the_decoders_rows():
 def test_a_model_without_draft_stages_has_no_auxiliary_states():
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=0, compress_ratios=CONFIG.compress_ratios[:12])
     network = Flash(config, weights("golden"), torch.arange(256) % 200, device=CPU)
-    assert run_behind(network, text(network, np.random.default_rng(3), 4), 0).aux is None
+    assert run_after(network, text(network, np.random.default_rng(3), 4), 0).aux is None
 
 
 @functools.cache
@@ -578,7 +577,7 @@ def test_rows_of_verified_drafts_are_those_of_a_prefill():
     commit(drafter, batch.cache, batch.aux["r"][-1], slot, 0)
     num_accepted = 0
     while (start := batch.done["r"]) + 6 <= 60:
-        confirmed = num_accepted + 1  # the anchor and the drafts that are right
+        confirmed = num_accepted + 1  # the anchor and the right drafts
         prompt.token_ids[start + confirmed : start + 6] = rng.integers(0, 250, 6 - confirmed)
         batch.step({"r": 6})
         prompt.token_ids[:] = ids

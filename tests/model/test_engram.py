@@ -1,4 +1,4 @@
-"""Engram: primes, multipliers, rows of n-grams, and ids looked back on across steps."""
+"""Engram: primes, multipliers, table rows of n-grams, and earlier ids across steps."""
 
 import math
 from itertools import accumulate
@@ -16,7 +16,7 @@ from deepinfer.step import Chunk, StepPlan
 from tests.model.tiny import fill_with_garbage, model, new_cache, ragged, text_with_images
 
 FULL = named_config("full")
-PRIMES = {  # layer -> what its primes are above 16 million, per n-gram size
+PRIMES = {  # layer -> its primes minus 16 million, per n-gram size
     1: "57 79 81 97 121 129 133 183  189 207 211 253 277 289 307 321  339 381 393 399 403 409 447 463",
     14: "477 487 499 507 511 573 609 627  667 669 693 697 711 729 759 769  781 799 813 819 841 877 879 889",
 }
@@ -25,7 +25,7 @@ MULTIPLIERS = {
     14: (67716810739261, 51510806800915, 30921347202721, 82619226485591),
 }
 COLUMNS = [0, 7, 8, 15, 16, 23]
-ROWS = {  # (layer, t) -> rows of those columns, for the compressed ids below
+ROWS = {  # (layer, t) -> table rows of these columns, for the compressed ids below
     (1, 0): [9400104, 114349277, 128026094, 254838319, 261350200, 382122658],
     (1, 1): [13113483, 116656150, 143429944, 253010731, 268025157, 375479977],
     (1, 4): [1904258, 124172280, 129581722, 243361014, 256168399, 370373927],
@@ -42,7 +42,7 @@ def looked_back(ids):
 
 
 def hash_table(config, layer):
-    """Multipliers, primes and offsets as the operator takes them."""
+    """Multipliers, primes and offsets, as arguments of the operator."""
     primes = engram_primes(config)[config.engram_layer_ids.index(layer)]
     offsets = list(accumulate(primes, initial=0))[:-1]
     shape = (-1, config.engram_n_heads)

@@ -1,6 +1,6 @@
-"""One prompt, many ways through: whole, in chunks, token by token, alone, among others, on clean memory and on used.
+"""The same prompt, computed in many ways: whole, in chunks, token by token, alone, in a batch, on clean and on used memory.
 
-In fp64 the ways agree to rounding; in production arithmetic they agree bit for bit.
+In fp64 the results agree up to rounding.  In production arithmetic they agree bit for bit.
 """
 
 import numpy as np
@@ -33,10 +33,10 @@ def random_prompt(network, rng, longest):
 
 
 def run_crowd(network, rng, *, num_requests, num_slots, longest, largest):
-    """Run random prompts in random company on used memory; returns (prompt, logits) of each.
+    """Run random prompts in random batches on used memory; returns (prompt, logits) of each.
 
-    Requests come and go, so that pages and slots pass from one to the next; a step takes a random part of those present, in
-    random order, each with one token or with a random chunk.
+    Requests start and end at random, so requests reuse pages and slots of earlier ones.  A step takes some of the running
+    requests, in random order, each with one token or with a random chunk.
     """
     waiting = [(number, random_prompt(network, rng, longest)) for number in range(num_requests)]
     num_pages = 1 + (num_slots - 1) * -(-longest // PAGE_TOKENS)
@@ -102,7 +102,7 @@ def test_every_cut_in_two_is_the_whole(exact):
 
 
 NANO_TOKENS = 1100
-"""Entries at ratio 1 beyond the 64 chosen and the 32 x 8 candidates; eight windows of 128."""
+"""Tokens of a long prompt: more entries at ratio 1 than the 64 chosen and the 32 x 8 candidates; eight windows of 128."""
 
 
 @pytest.fixture(scope="module", params=[text, text_with_images], ids=lambda make: make.__name__)

@@ -68,13 +68,13 @@ ENGRAM_ROWS_5 = {1: [21, 109, 205, 220, 364, 420], 4: [12, 128, 240, 360, 430, 5
 
 
 def printed(values, digits=9):
-    """Equal to ``values`` in the digits that they were printed with."""
+    """Equal to ``values`` in the printed digits."""
     return pytest.approx(values, rel=0, abs=0.501 * 10.0**-digits)
 
 
 @dataclass
 class Trace:
-    """All that one run of the 80 tokens showed."""
+    """All recorded values of one run of the 80 tokens."""
 
     logits: torch.Tensor
     calls: dict
@@ -85,7 +85,7 @@ class Trace:
         return [result for _, result in self.calls[operator]]
 
     def choices(self):
-        """Layer -> [num_tokens, index_topk] chosen entries (the one request's pages come first, so step rows are entries)."""
+        """Layer -> [num_tokens, index_topk] chosen entries; with one request, entry indices are entry numbers."""
         rows = self.results(attention.index_topk)
         rows += [rows for rows, _ in self.results(attention.index_blocks)]
         rows += self.results(attention.index_topk_within)
@@ -202,7 +202,7 @@ def test_token_by_token_gives_the_known_logits_too(device):
 
 
 def test_production_arithmetic_moves_streams_as_far_as_the_quantisers_do_and_no_further():
-    """A quantiser turns a small error into one of its own size, so this is all that bf16 can promise."""
+    """A quantiser turns a small error into an error of one step, so bf16 cannot be nearer."""
     network, measured = model("golden", exact=False), []
     batch = Batch(network, new_cache(network, num_pages=6, num_slots=2))
     batch.add("golden", Prompt(IDS))

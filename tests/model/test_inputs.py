@@ -1,4 +1,4 @@
-"""StepInputs: what a step's plan turns into, and what the layers are told."""
+"""StepInputs: how they are made from a step's plan."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.model.tiny import Batch, bound, measuring, model, new_cache, ragged, 
 
 
 def random_inputs(rng):
-    """A step of three requests at random places; returns it with its layout and chunks."""
+    """Inputs of a step of three requests at random positions, its layout and its chunks."""
     network = model("golden", exact=True)
     layout = new_cache(network, num_pages=1, num_slots=1).layout
     chunks = []
@@ -60,7 +60,7 @@ def test_what_rings_keep_never_collides_and_is_the_latest(number):
 
 @pytest.mark.parametrize("number", range(10))
 def test_tokens_before_are_found_in_the_ring_or_in_the_step(number):
-    """Every position of a ring and every row is marked with its position; no other request's mark is found."""
+    """Every entry of a ring and every row holds its slot and position, so a value of another request is recognised."""
     inputs, layout, chunks = random_inputs(np.random.default_rng(200 + number))
     _, slots = owners(chunks)
     tokens, config = inputs.encoder, model("golden", exact=True).config
@@ -130,7 +130,7 @@ def test_image_positions_enter_with_their_embeddings_and_every_router_and_gate_k
 
 
 class Rounds:
-    """The same tokens twice: as a step of chunks and rounds, and as one of chunks alone."""
+    """The same tokens in two steps: one of chunks and rounds, one of only chunks."""
 
     def __init__(self, rng, *, num_chunks, lens, has_floors=False, width=5):
         self.network = model("golden", exact=True)
@@ -152,7 +152,7 @@ class Rounds:
             self.same.append(chunk)
             if is_round:
                 ids[number - num_chunks, :count] = torch.from_numpy(token_ids)
-                slack = int(rng.integers(0, 7))  # the host knows bounds only
+                slack = int(rng.integers(0, 7))  # the host knows only bounds
                 self.rounds.append(Round(start=max(0, start - slack), max_drafts=width, **given))
             else:
                 self.chunks.append(chunk)
@@ -174,7 +174,7 @@ class Rounds:
 
 
 def check_written(found, expected, num_rows):
-    """The same rows are written to the same places, those of nobody excepted."""
+    """The same rows are written to the same places; padding rows are written to slot 0."""
     is_own = found.rows < num_rows
     for name in ("rows", "slots", "positions"):
         assert torch.equal(getattr(found, name)[is_own], getattr(expected, name)), name
@@ -187,13 +187,13 @@ def check_before(found, expected, num_rows, reach):
     for name in ("slots", "positions"):
         assert torch.equal(getattr(found, name)[:num_requests], getattr(expected, name)), name
     assert (found.slots[num_requests:] == 0).all()
-    # Behind the earlier tokens of all requests stand the step's own, and there is one request more.
+    # The list holds the earlier tokens of all requests, then the step's own; ``found`` has one request more, for padding.
     shifted = torch.where(found.idx >= (num_requests + 1) * reach, found.idx - reach, found.idx)
     assert torch.equal(shifted[:num_rows], expected.idx)
 
 
 def check_layer(found, expected, num_more, reach):
-    """``found`` has ``num_more`` rows of nobody behind those of ``expected``, and one request more, who is nobody."""
+    """``found`` has the rows of ``expected``, then ``num_more`` padding rows."""
     num_rows = len(expected.positions)
     assert len(found.positions) == num_rows + num_more
     for name in ("positions", "is_image"):
@@ -229,7 +229,7 @@ def test_tokens_of_rounds_are_laid_out_like_those_of_chunks(lens, num_more, num_
         assert rows[number].tolist() == own + [num_rows + num_more] * (6 - len(own))
 
 
-def test_prompts_leave_the_decoder_half_and_rounds_stay(seed):
+def test_decoder_half_computes_rounds_without_the_prompts(seed):
     case = Rounds(np.random.default_rng(seed), num_chunks=2, lens=[1, 2])
     case.chunks = [dataclasses.replace(chunk, decoder_floor=chunk.end) for chunk in case.chunks]
     num_chunk_rows = sum(len(chunk.token_ids) for chunk in case.chunks)
@@ -241,7 +241,7 @@ def test_prompts_leave_the_decoder_half_and_rounds_stay(seed):
     assert found.logit_rows.tolist() == list(range(6))
 
 
-def test_rows_of_nobody_change_no_result_and_write_where_nobody_reads(seed):
+def test_padding_rows_change_no_result_and_write_only_to_slot_and_page_0(seed):
     case = Rounds(np.random.default_rng(seed), num_chunks=1, lens=[3, 0])
     network = model("golden", exact=False)
     results, memories = [], []

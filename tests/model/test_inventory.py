@@ -107,7 +107,7 @@ def test_eight_ranks_fit_on_an_h200_and_four_do_not():
     assert plans[1].weights.total == 510_286_023_000
 
 
-def test_ranks_that_cannot_share_the_experts_have_no_row():
+def test_ranks_that_do_not_divide_the_experts_have_no_plan():
     plans = rank_plans(GOLDEN, num_requests=1, context_tokens=0, gpu_gib=9)
     assert [plan.ep_size for plan in plans] == [1, 2, 4]
 

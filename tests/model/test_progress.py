@@ -1,4 +1,4 @@
-"""Progress is for eyes: a terminal sees bars, a log sees none."""
+"""Progress bars: shown on a terminal, not in a log."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ def drawn(monkeypatch, stream, **given):
     return stream and not stream.closed and stream.getvalue()
 
 
-def test_a_terminal_sees_a_bar_that_can_be_turned_off(monkeypatch):
+def test_a_terminal_shows_a_bar_that_can_be_turned_off(monkeypatch):
     assert "work: 100%" in drawn(monkeypatch, Terminal())
     assert drawn(monkeypatch, Terminal(), shown=False) == ""
 
@@ -35,7 +35,7 @@ def closed():
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, closed, lambda: None], ids=["log", "closed", "none"])
-def test_nothing_is_drawn_where_nobody_looks(monkeypatch, stream):
+def test_nothing_is_drawn_without_a_terminal(monkeypatch, stream):
     assert not drawn(monkeypatch, stream())
 
 

@@ -1,4 +1,4 @@
-"""Bounded replay and restored state: which rows run where, and what stays equal to a fresh run, bit for bit."""
+"""Bounded replay and restored state: which rows each half computes, and which results equal a fresh run, bit for bit."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from deepinfer.step import Chunk, StepPlan
 from tests.model.tiny import PAGE_TOKENS, fill_with_garbage, model, new_cache, ragged, text, whole
 
 KEEP = 16
-"""Decoder rows kept; at least the window of 8 and 6 back-steps."""
+"""Number of decoder rows to keep; at least the window of 8 and 6 tokens that a step may take back."""
 REACH = 7
-"""Earlier keys that a window of 8 shows."""
+"""Number of earlier keys in a window of 8."""
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 20 else []) for seed in range(60)]
 
 
 class Run:
-    """One request on a cache of its own choosing."""
+    """One request on a given cache."""
 
     def __init__(self, network, cache, prompt, *, slot, pages, mode="compact", **floors):
         self.network, self.cache, self.ids = network, cache, prompt.token_ids
@@ -37,7 +37,7 @@ class Run:
         return forward(self.network, self.cache, chunk, mode=self.mode)
 
     def chunks(self, start, sizes, *, logits_from, **first):
-        """Logits of the positions from ``logits_from`` on, in chunks that must not cut across it."""
+        """Logits of the positions from ``logits_from`` on, computed in chunks of ``sizes`` tokens."""
         parts, extra = [], first
         for size in sizes:
             end = start + size
@@ -104,7 +104,7 @@ def hit_and_length(rng, least):
 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_deep_replay_behind_a_hit_is_the_fresh_run(seed, bounded):
+def test_deep_replay_after_a_hit_is_the_fresh_run(seed, bounded):
     """Windows replayed over (layers x reach) tokens are exact, so a hit without state changes no bit."""
     rng = np.random.default_rng(seed)
     network = model("golden", exact=False)
@@ -155,7 +155,7 @@ def test_shallow_replay_differs_and_still_leaves_shared_pages_alone():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_restored_state_behind_a_hit_is_the_fresh_run(seed):
+def test_restored_state_after_a_hit_is_the_fresh_run(seed):
     rng = np.random.default_rng(seed)
     network = model("golden", exact=False)
     hit, length = hit_and_length(rng, PAGE_TOKENS)
@@ -163,7 +163,9 @@ def test_restored_state_behind_a_hit_is_the_fresh_run(seed):
     cache = cache_of(network, seed)
     shared = prefix_run(network, cache, prompt, hit, rng)
     cache.copy_slots([(1, 4)])
-    Run(network, cache, text(network, rng, 40), slot=1, pages=range(30, 34)).chunks(0, [40], logits_from=40)  # the slot moves on
+    Run(network, cache, text(network, rng, 40), slot=1, pages=range(30, 34)).chunks(
+        0, [40], logits_from=40
+    )  # later tokens change the slot
     cache.copy_slots([(4, 2)])
     warm = Run(network, cache, prompt, slot=2, pages=[*shared, *range(20, 40)], write_floor=hit)
     got = warm.chunks(hit, ragged(rng, length - hit, 30), logits_from=hit)
@@ -171,7 +173,7 @@ def test_restored_state_behind_a_hit_is_the_fresh_run(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS[:30])
-def test_copied_page_and_slot_part_ways_without_a_trace(seed):
+def test_copies_of_a_page_and_a_slot_are_independent(seed):
     rng = np.random.default_rng(seed)
     network = model("golden", exact=False)
     stem = int(rng.integers(1, 60))

@@ -118,7 +118,7 @@ def test_bf16_tower_follows_the_exact_one():
     assert 0 < error < 4e-3 * 5  # two blocks and the aligner: about a dozen roundings of 2^-9 on average
 
 
-def test_a_picture_is_encoded_the_same_whatever_came_before():
+def test_a_picture_is_encoded_the_same_after_any_other_pictures():
     tower = make_tower(make_tensors(torch.bfloat16), exact=False)
     first = tower.encode(make_pixels(7, 4))
     tower.encode(make_pixels(2, 9, seed=1))

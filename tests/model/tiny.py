@@ -1,4 +1,4 @@
-"""Small models with hashed weights, test backends for looking inside, and requests that run through them in any order."""
+"""Small models with hashed weights, test backends that record values, and requests that run in any order."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from deepinfer.ops.sampling import lay_out_rounds
 from deepinfer.step import Chunk, StepPlan
 
 PAGE_TOKENS = 16
-"""So that short contexts cross pages."""
+"""Tokens of a page: few, so that short contexts have several pages."""
 CPU = torch.device("cpu")
 
 
@@ -30,7 +30,7 @@ def weights(name):
 
 @functools.cache
 def model(name, device=CPU, *, exact):
-    """The network ``name`` (golden or nano) with hashed weights; compressed ids are ids modulo their number."""
+    """The network ``name`` (golden or nano) with hashed weights; compressed ids are ids modulo the compressed vocabulary."""
     config = named_config(name)
     compression = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
     return Flash(config, weights(name), compression, device=device, exact=exact)
@@ -43,7 +43,7 @@ def new_cache(network, *, num_pages, num_slots, records=None):
 
 
 def fill_with_garbage(cache, rng):
-    """Random bytes wherever a request will read or write: among them every NaN of every format."""
+    """Fill all memory that requests read or write with random bytes, among them every NaN of every format."""
     layout = cache.layout
     views = [cache.lookback()]
     for layer in layout.stores:
@@ -74,13 +74,13 @@ def bound(bodies):
 
 
 def rows_of(starts, lens, token_ids, num_rows):
-    """Rows of rounds that verify just ``lens`` drafts: no confidence and no budget makes them fewer."""
+    """Rows of rounds that verify ``lens`` drafts; confidences and budget do not reduce them."""
     confidences = torch.zeros(len(starts), token_ids.shape[1] - 1)
     return lay_out_rounds(confidences, token_ids.numel(), lens, starts, token_ids, num_rows)
 
 
 def recording(operators, calls):
-    """Bodies that append (arguments, result) to ``calls[operator]`` and otherwise are the reference."""
+    """Bodies that append (arguments, result) to ``calls[operator]`` and compute the reference."""
 
     def body_of(operator):
         def body(*args):
@@ -94,7 +94,7 @@ def recording(operators, calls):
 
 
 def measuring(seen):
-    """Bodies that append the streams that each sublayer measures to ``seen`` and otherwise are the reference."""
+    """Bodies that append the streams of each sublayer to ``seen`` and compute the reference."""
 
     def pre(streams, *others):
         seen.append(streams)
@@ -125,7 +125,7 @@ _AS_THEY_ARE = {
 
 @contextmanager
 def unquantised():
-    """The reference leaves activations, queries and cache records as they are; weights stay quantised."""
+    """Do not quantise activations, queries and cache records; weights stay quantised."""
     with ExitStack() as stack:
         for family, (name, function) in itertools.product((quant, norm, attention, moe), _AS_THEY_ARE.items()):
             if hasattr(family, name):
@@ -174,10 +174,10 @@ def text_with_images(network, rng, length):
 
 
 class Batch:
-    """Requests on one cache; each step computes as many tokens of each as it is told."""
+    """Requests on one cache; each step computes a given number of tokens of each."""
 
     def __init__(self, network, cache, rng=None):
-        """``rng`` hands out pages and slots in random order; without it they come in order."""
+        """With ``rng``, pages and slots are taken in random order; else in order."""
         self.network = network
         self.cache = cache
         shuffled = np.arange if rng is None else lambda first, last: rng.permutation(np.arange(first, last))
@@ -196,7 +196,7 @@ class Batch:
         self.aux[name] = []
 
     def remove(self, name):
-        """Give a request's memory back, as it is; returns the logits of all its positions.  ``aux`` stays, step by step."""
+        """Release a request's memory, not cleared; returns the logits of all its positions.  ``aux`` is kept, step by step."""
         _, slot, pages = self._held.pop(name)
         self._pages += pages
         self._slots.append(slot)
@@ -210,7 +210,7 @@ class Batch:
         return len(self._held[name][0]) - self.done[name]
 
     def step(self, counts):
-        """Compute the next tokens: request -> how many, in the order of their rows."""
+        """Compute the next tokens: request -> number of tokens, in the order of their rows."""
         image_token_id = self.network.config.image_token_id
         chunks, features = [], {}
         for name, count in counts.items():
@@ -249,7 +249,7 @@ def whole(network, prompt):
 
 
 def in_chunks(network, prompt, sizes):
-    """The same, step by step."""
+    """The same in steps of ``sizes`` tokens."""
     batch = Batch(network, new_cache(network, num_pages=2 + len(prompt) // PAGE_TOKENS, num_slots=2))
     batch.add("alone", prompt)
     for size in sizes:

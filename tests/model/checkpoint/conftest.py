@@ -10,7 +10,7 @@ from tests.model.checkpoint.files import GOLDEN
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    """Thousands of small tensors: with other processes on the cores, threads that wait for each other cost 50 x the work."""
+    """Use one thread: for thousands of small tensors on busy cores, waiting threads cost 50 times the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,7 +24,7 @@ def golden_tensors():
 
 @pytest.fixture
 def golden_dir(tmp_path, golden_tensors):
-    """A sound checkpoint in several shards, to be damaged."""
+    """A sound checkpoint in several shards; tests damage it."""
     path = tmp_path / "golden"
     write_checkpoint(path, GOLDEN, golden_tensors.items(), shard_bytes=1 << 20, progress=False)
     return path

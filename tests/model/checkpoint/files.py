@@ -1,4 +1,4 @@
-"""Checkpoints on disk for the tests of this folder: loading them, and changing their headers."""
+"""Load checkpoints and change their headers, for the tests of this folder."""
 
 import json
 
@@ -35,7 +35,7 @@ def shard_of(model_dir, name):
 
 
 def rewrite(model_dir, name, change):
-    """Change the header of the shard that holds ``name``: ``change(header)``."""
+    """Call ``change(header)`` on the header of the shard that holds ``name``, and write it back."""
     path = shard_of(model_dir, name)
     header, data = read_shard(path)
     change(header)

@@ -95,6 +95,6 @@ def test_seeded_weights_are_the_whole_table_in_order(make):
         assert (tuple(tensor.shape), tensor.dtype) == (table[name].shape, TORCH_DTYPES[table[name].dtype]), name
 
 
-def test_chunks_do_not_show(golden_tensors, monkeypatch):
+def test_weights_do_not_depend_on_the_size_of_chunks(golden_tensors, monkeypatch):
     monkeypatch.setattr("deepinfer.model.checkpoint.random_weights._CHUNK_VALUES", 4096)
     assert all(same_bits(golden_tensors[name], tensor) for name, tensor in hashed_tensors(GOLDEN))

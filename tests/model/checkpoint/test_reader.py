@@ -68,7 +68,7 @@ def test_impossible_ranks_are_refused(golden_dir, ep_rank, ep_size):
         load(golden_dir, ep_rank=ep_rank, ep_size=ep_size)
 
 
-def test_progress_counts_bytes_where_somebody_watches(golden_dir, capsys, monkeypatch):
+def test_progress_counts_bytes_on_a_terminal_only(golden_dir, capsys, monkeypatch):
     read_checkpoint(golden_dir, GOLDEN, progress=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -227,7 +227,7 @@ def test_size_that_contradicts_the_shape_is_listed(golden_dir):
         load(golden_dir)
 
 
-def test_shard_that_the_index_names_but_is_gone_is_listed(golden_dir):
+def test_missing_shard_of_the_index_is_listed(golden_dir):
     path = shard_of(golden_dir, NAME)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"missing shard \(1\): {path.name} with \d+ tensors"):

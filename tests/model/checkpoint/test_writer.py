@@ -1,4 +1,4 @@
-"""Writing a checkpoint: the published form, and a directory that is complete or absent."""
+"""Writing a checkpoint: the published format, and directories that are complete or absent."""
 
 import json
 
