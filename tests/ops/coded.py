@@ -1,4 +1,4 @@
-"""A backend whose quantised activations are codes and one scale per 128 of them; all else is the reference."""
+"""A test backend: its quantised activations are codes with one scale per 128 codes; all other bodies are the reference."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -13,13 +13,13 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Nothing of a tensor: whoever looks inside fails.
+    """Quantised activations without the interface of a tensor, so that code which reads them as a tensor fails.
 
     Attributes:
-        codes: [num_rows, blocks, 128] E4M3, the last block filled up with zeros.
+        codes: [num_rows, blocks, 128] E4M3, the last block padded with zeros.
         scale: [num_rows, blocks, 1] fp64.
         width: elements of a row.
-        dtype: of activations.
+        dtype: dtype of activations.
     """
 
     codes: torch.Tensor
@@ -29,7 +29,7 @@ class CodedRows:
 
     @classmethod
     def of(cls, x):
-        """Of unrounded rows [num_rows, width]."""
+        """Quantise unrounded rows [num_rows, width]."""
         codes, scale = quant._mxfp8(torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)), BLOCK)
         return cls(codes, scale.double(), x.shape[1], x.dtype)
 
@@ -59,7 +59,7 @@ def _engram_gather(*arguments):
 
 
 def _taking(operator):
-    """The reference on its first argument's numbers, with intermediate values quantised in the same way."""
+    """The reference with the values of its first argument; intermediate values are quantised as in this backend."""
 
     def body(x8, *others):
         assert isinstance(x8, CodedRows), "this backend's layout"
@@ -70,7 +70,7 @@ def _taking(operator):
 
 
 def keyword(operator, body):
-    """A body that takes arguments by name as well."""
+    """A body that also takes arguments by name."""
     names = operator.reference.__code__.co_varnames[: operator.reference.__code__.co_argcount]
 
     def bound(*given, **named):

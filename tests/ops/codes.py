@@ -1,6 +1,6 @@
-"""How results that are codes may differ: :class:`deepinfer.ops.op.Codes`, as a check.
+"""Checks of results that consist of codes, by :class:`deepinfer.ops.op.Codes`.
 
-All numbers are fp64 here, so that differences and steps are exact.
+All numbers are fp64, so differences and steps are exact.
 """
 
 import math
@@ -14,7 +14,7 @@ UE8M0_BLOCK, E4M3_BLOCK, COARSE_BLOCK = 32, 16, 128
 
 
 def code_fault(found, expected, tolerance):
-    """What is wrong with a result of codes, in words; None if nothing is.
+    """The fault of a result that consists of codes, in words; None without a fault.
 
     Args:
         found, expected: values of quantised activations (format ``mxfp8``) or of index queries (``mxfp4``), else records.
@@ -26,7 +26,7 @@ def code_fault(found, expected, tolerance):
 
 
 def _blocks(x, size):
-    """[..., width] -> [..., blocks, size] fp64, filled up with zeros."""
+    """[..., width] -> [..., blocks, size] fp64, padded with zeros."""
     return torch.nn.functional.pad(x.double(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
@@ -36,12 +36,12 @@ def _exponent(x):
 
 
 def _power_above(x):
-    """The least power of two above x; any for 0."""
+    """The smallest power of two above x; any value for 0."""
     return torch.exp2(torch.frexp(x).exponent.double())
 
 
 def _e4m3_step(a, b, scale):
-    """The step of E4M3 above the smaller of two numbers; no finer than the scale's own."""
+    """The step of E4M3 above the smaller of two numbers; at least the smallest step of the scale."""
     low = torch.minimum(a.abs(), b.abs())
     step = torch.where(low > 0, torch.exp2(_exponent(low) - 3.0), 0.0)
     return torch.maximum(step, scale * 2.0**-9)
@@ -60,9 +60,9 @@ def _few(what, differs, share):
 
 
 def _verdict(a, b, step, counted, share):
-    """A fault if an element differs by more than a step, or if too many of those that count differ.
+    """A fault if an element differs by more than a step, or if too many of the counted elements differ.
 
-    Not a number differs from every number and from nothing else.
+    NaN equals NaN and differs from every number.
     """
     differs = (a != b) & ~(a.isnan() & b.isnan())
     too_far = differs & ~((a - b).abs() <= step)
@@ -75,14 +75,14 @@ def _activations(found, expected, share):
     a, b = _blocks(found, COARSE_BLOCK), _blocks(expected, COARSE_BLOCK)
     largest = b.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, _power_above(largest / quant.E4M3_MAX), 0.0).clamp_min(2.0**-22)
-    # A scale for 128 elements keeps these in subnormal codes, or not at all.
+    # With one scale for 128 elements these elements have subnormal codes, or are 0.
     is_small = torch.minimum(a.abs(), b.abs()) < scale * 2.0**-6
     return _verdict(a, b, _e4m3_step(a, b, scale), ~is_small, share)
 
 
 def _queries(found, expected, share):
     a, b = _blocks(found, UE8M0_BLOCK), _blocks(expected, UE8M0_BLOCK)
-    # The largest code of a block is 3, 4 or 6.  A largest value of 3 steps and one of 6 half steps are told apart by the others.
+    # The largest code of a block is 3, 4 or 6.  A largest value of 3 steps may also be 6 half steps; the other values decide.
     largest = b.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, _power_above(largest / quant.E2M1_MAX), 1.0)
     is_on_grid = torch.isin((b / scale).abs(), E2M1.to(b.device)).all(-1, keepdim=True)
@@ -91,10 +91,10 @@ def _queries(found, expected, share):
 
 
 def _powers(found, expected, a, b, largest_code):
-    """Scales of two records that have UE8M0 scales: (smaller, larger) [..., blocks, 1], or a fault.
+    """Scales of two records with UE8M0 scales: (smaller, larger) [..., blocks, 1], or a fault.
 
-    Two scales differ by a factor of 2 at most, and only where the largest element is the border: the largest number of the
-    smaller scale.
+    Two scales differ by a factor of 2 at most, and only if the largest element lies on the border, i.e. is the largest number of
+    the smaller scale.
     """
     low, high = torch.minimum(found, expected), torch.maximum(found, expected)
     is_border = (a.abs().amax(-1) == largest_code * low) & (b.abs().amax(-1) == largest_code * low) & (high == 2 * low)
@@ -120,7 +120,7 @@ def _index(found, expected, share):
 
 
 def _main(found, expected, share):
-    """E4M3 scales: a scale may differ by a code, and its elements keep theirs or differ by one."""
+    """E4M3 scales: a scale may differ by one code; its elements have the same codes or differ by one."""
     width = found.shape[-1] * 2 * E4M3_BLOCK // (E4M3_BLOCK + 2)
     scales, codes = (
         [each[..., part].long() for each in (found, expected)] for part in (slice(width // 2, None), slice(width // 2))
@@ -128,7 +128,7 @@ def _main(found, expected, share):
     if ((scales[0] - scales[1]).abs() > 1).any():
         return "a scale differs by more than one code"
     unpaired = [torch.stack([each & 15, each >> 4], dim=-1).flatten(-2) for each in codes]
-    a, b = (torch.where(each >= 8, 8 - each, each).double() for each in unpaired)  # codes in the order of their values
+    a, b = (torch.where(each >= 8, 8 - each, each).double() for each in unpaired)  # codes, ordered by value
     return _few("scales", scales[0] != scales[1], share) or _verdict(
         a, b, torch.ones_like(a), torch.ones_like(a, dtype=torch.bool), share
     )

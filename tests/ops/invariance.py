@@ -1,6 +1,6 @@
-"""What every backend owes on the operators' cases: rows that do not see each other, and the reference's numbers.
+"""Checks of every backend on the operators' cases: rows are independent, and results are near the reference.
 
-Both checks name what is wrong instead of failing, so that a test of the checks themselves can put a fault in.
+Both checks return the faults instead of failing, so that tests of the checks themselves can insert a fault.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ ABSENT = {}
 """Backends whose kernel library is not installed: folder -> library.  A machine with a GPU has them all."""
 
 for _module in pkgutil.iter_modules(deepinfer.ops.__path__, "deepinfer.ops."):
-    if _module.ispkg:  # a backend is a folder, and registers its bodies when it is imported
+    if _module.ispkg:  # a backend is a folder; its import registers its bodies
         try:
             importlib.import_module(_module.name)
         except ModuleNotFoundError as error:
@@ -38,7 +38,7 @@ def backends():
 
 @contextmanager
 def running(backend):
-    """Every operator runs ``backend``."""
+    """Bind every operator to ``backend`` for a while."""
     op.bind(backend)
     try:
         yield
@@ -47,14 +47,14 @@ def running(backend):
 
 
 def arguments_of(case, dtype, device, config):
-    """The case's arguments, weights packed by the bound backend; the case's name is the seed."""
+    """The case's arguments, with weights packed by the bound backend; the case's name is the seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case.op.name}: {case.name}".encode()))
     draw = Draw(config=config, generator=generator, device=device, dtype=dtype)
     return case.build(draw, case.num_rows)
 
 
 def bits(tensor):
-    """Comparable by equality, NaN and signs of zero included."""
+    """The bits of a tensor as integers, so that NaN and signs of zero compare."""
     return tensor.contiguous().view(torch.uint8) if tensor.dtype != torch.bool else tensor
 
 
@@ -65,7 +65,7 @@ def is_same(found, expected):
 
 
 def indices(num_rows, generator):
-    """Which rows of a batch to compute again: alone first and last, a part, all in another order, and more than all."""
+    """Rows of a batch to compute again: the first alone, the last alone, a part, all in another order, and more than all."""
     yield torch.zeros(1, dtype=torch.int64)
     yield torch.tensor([num_rows - 1])
     for size in (-(-num_rows // 3), num_rows):
@@ -74,10 +74,10 @@ def indices(num_rows, generator):
 
 
 def row_faults(case, backend, device, dtype, config, seed):
-    """Rows of a case that ``backend`` computes otherwise in other company, whatever the operator's tolerance; empty if none.
+    """Rows of a case that ``backend`` computes differently in another batch, for any tolerance; empty without a fault.
 
     Returns:
-        (how many rows were computed together, the first that differs) each.
+        For each fault: (number of rows that were computed together, first row that differs).
     """
     body, generator, faults = case.op.implementations[backend], torch.Generator().manual_seed(seed), []
     with running(backend):
@@ -95,9 +95,9 @@ def row_faults(case, backend, device, dtype, config, seed):
 
 
 def distance(found, expected):
-    """Largest difference of two tensors relative to the RMS of a row, beyond one step of their dtype.
+    """Largest difference of two tensors relative to the RMS of a row, without one step of their dtype.
 
-    It is 0 for equal tensors alone, and infinite where whole numbers or shapes differ.
+    It is 0 only for equal tensors, and infinite if whole numbers or shapes differ.
     """
     if found.shape != expected.shape:
         return float("inf")
@@ -118,7 +118,7 @@ def distance(found, expected):
 
 
 def wide_config(operator):
-    """The widths of the full model, with as few heads, experts, words and blocks as keep a case of ``operator`` small."""
+    """The widths of the full model; few heads, experts, tokens and blocks, so that a case of ``operator`` is small."""
     full = named_config("full")
     few = {"vocab_size": 2048, "num_attention_heads": 16, "o_groups": 2, "candidate_topk_blocks": 128}
     if operator in (moe.experts, moe.shared_expert):
@@ -128,7 +128,7 @@ def wide_config(operator):
 
 
 def outputs_of(result):
-    """The outputs of an operator, one after the other."""
+    """The outputs of an operator as a list."""
     return list(result) if isinstance(result, tuple) else [result]
 
 
@@ -140,16 +140,16 @@ def tolerances_of(operator, count):
 
 
 def _result(case, backend, device, dtype, config):
-    """Outputs of ``backend``, which is bound meanwhile."""
+    """Outputs of ``backend``; binds it for the call."""
     with running(backend):
         found = case.op.implementations[backend](**arguments_of(case, dtype, device, config))
         if case.op in (quant.repack_fp8, quant.repack_fp4):
-            found = quant.unpack(found)  # every backend has a layout of its own
+            found = quant.unpack(found)  # every backend has its own layout
     return outputs_of(found)
 
 
 def parity_faults(case, backend, device, dtype, config):
-    """Outputs of ``backend`` that are further from the reference than the operator's tolerance: (number, what is wrong) each."""
+    """Outputs of ``backend`` outside the operator's tolerance: (number of the output, fault in words) each."""
     expected, found = (_result(case, each, device, dtype, config) for each in (op.REFERENCE, backend))
     faults = []
     tolerances = tolerances_of(case.op, len(expected))

@@ -1,4 +1,4 @@
-"""Plain sampling, which verification must repeat: written with the functions that the operators' bodies are built of."""
+"""Plain sampling, which verification must equal; written with the functions of the operators' bodies."""
 
 from deepinfer.ops.sampling import _process, _sampled, token_logprobs
 
@@ -9,6 +9,6 @@ def process_logits(logits, rows, bias=None, mask=None):
 
 
 def sample(logits, rows, positions, bias=None, mask=None):
-    """One token a row and its raw log-probability."""
+    """One token for each row, and its raw log-probability."""
     ids = _sampled(logits, rows, positions, bias, mask)
     return ids, token_logprobs.reference(logits, ids)

@@ -34,7 +34,7 @@ def in_chunks(chunks, positions):
 
 
 class Indexed:
-    """A step of two requests over one store: one from its first token, one that goes on."""
+    """A step of two requests over one store: one chunk starts at position 0, the other later."""
 
     def __init__(self, rng, ratio, *, coarse):
         self.ratio = ratio
@@ -56,7 +56,7 @@ class Indexed:
         )
         self.q = quant.round_mxfp4(normal(rng, sum(rows), INDEX_HEADS, INDEX_DIM))
         self.weights = normal(rng, sum(rows), INDEX_HEADS)
-        if coarse:  # many scores are exactly equal: zero heads, and whole numbers
+        if coarse:  # many equal scores: zero heads, and whole numbers
             self.q = self.q.sign() * (torch.arange(INDEX_DIM) < 2)
             self.weights = self.weights.round()
 
@@ -134,7 +134,7 @@ def test_topk_within_stays_inside_each_tokens_blocks(top_blocks, size, coarse, s
 class Grouped:
     """The same tokens of many requests, as chunks and as rounds.
 
-    Contexts reach from nothing to twenty tiles of keys, in an order in which neighbours are scored together and apart.
+    Contexts have 0 to 20 tiles of keys.  Some neighbours are scored together, others apart.
     """
 
     def __init__(self, rng, ratio, *, coarse, width):
@@ -157,13 +157,13 @@ class Grouped:
         ]
         self.chunks = in_chunks(chunks, positions)
         self.spans = []
-        for first in (0, 1, 4):  # some requests may still be in their prompts
+        for first in (0, 1, 4):  # some requests are chunks
             places = torch.tensor(rows[first:-1]).unsqueeze(1) + torch.arange(width)
-            is_there = torch.arange(width) < torch.tensor(counts[first:]).unsqueeze(1)
+            is_token = torch.arange(width) < torch.tensor(counts[first:]).unsqueeze(1)
             rounds = {
                 "round_pages": tuple(num_pages[first:]),
                 "first_pages": torch.tensor(pages[first:-1]),
-                "round_rows": torch.where(is_there, places, total),
+                "round_rows": torch.where(is_token, places, total),
             }
             self.spans.append(Spans(chunks=tuple(chunks[:first]), positions=positions, **rounds))
 
@@ -189,7 +189,7 @@ def test_tokens_of_rounds_choose_what_they_choose_in_chunks(ratio, width, coarse
     case.check(attention.index_topk_within, 9, blocks, 4)
 
 
-def test_rows_of_no_round_choose_nothing(seed):
+def test_padding_rows_choose_nothing(seed):
     case = Grouped(np.random.default_rng(seed), 1, coarse=False, width=6)
     q, weights, store, page_ids = case.shared
     spans = case.spans[0]
@@ -216,7 +216,7 @@ def test_best_columns_of_any_scores(scores, count):
 
 
 def test_scores_of_many_heads_and_keys_are_the_formula(seed):
-    """More than one tile of 64 query rows and 64 keys."""
+    """More than one tile of 64 (token, head) pairs and 64 keys."""
     rng = np.random.default_rng(seed)
     heads, num_tokens, start = 7, 30, 150
     records = quant.encode_index(normal(rng, 20 * 10, INDEX_DIM)).unflatten(0, (20, 10))
@@ -279,7 +279,7 @@ def test_entries_follow_the_formula(ratio, seed):
     assert torch.equal(index, quant.encode_index(rotate(key, rotation)))
 
 
-def test_a_group_with_extreme_gates_is_its_winner(seed):
+def test_a_group_with_extreme_gates_equals_one_of_its_tokens(seed):
     rng = np.random.default_rng(seed)
     raw, previous = normal(rng, 2, 2 * HEAD_DIM), normal(rng, 2, 2 * HEAD_DIM)
     raw[:, HEAD_DIM:], previous[:, HEAD_DIM:] = torch.tensor([[5000.0], [-5000.0]]), 0
@@ -296,7 +296,7 @@ def test_a_group_with_extreme_gates_is_its_winner(seed):
 
 
 class Attended:
-    """Tokens with their window rows and chosen entries, some lists short."""
+    """Tokens with window keys and chosen entries; some lists are short."""
 
     def __init__(self, rng, num_tokens, *, num_entries, dtype=torch.float64, top_k=6, num_window=8):
         self.positions = rng.integers(0, 1000, num_tokens)
@@ -349,7 +349,7 @@ def test_attention_is_a_softmax_over_window_entries_and_sink(num_tokens, num_ent
         assert torch.allclose(found[token], rotate(expected, own.inverse())[0], rtol=0, atol=1e-12)
 
 
-def test_memory_behind_list_padding_does_not_matter(seed):
+def test_memory_at_padded_indices_does_not_matter(seed):
     case = Attended(np.random.default_rng(seed), 6, num_entries=32)
     expected = case.run()
     read = torch.zeros(9 * PAGE_ENTRIES, dtype=torch.bool)

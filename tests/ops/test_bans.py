@@ -1,4 +1,4 @@
-"""Whatever else is asked for, no token is chosen that is ruled out."""
+"""No excluded token is chosen, with any other parameters."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Config:
 
 @st.composite
 def asked(draw):
-    """Parameters that an engine takes, and tokens that it gives to nobody."""
+    """Parameters of a request, and tokens that the engine never samples."""
     forbidden = draw(IDS)
     shape = {
         "temperature": ENDS([0, 1e-45, 9.9999995e-6, 1e-5, 1e-3, 0.7, 1, 1e10, 3.4028235e38, 1e39]) | st.floats(0, 1e300),
@@ -67,7 +67,7 @@ def may_be(params, forbidden):
     st.lists(st.integers(-1, VOCAB - 1), min_size=2, max_size=2),
     st.booleans(),
 )
-def test_no_draw_and_no_verification_chooses_what_is_ruled_out(both, logits, drafts, filters):
+def test_no_draw_and_no_verification_chooses_an_excluded_token(both, logits, drafts, filters):
     params, forbidden = both
     rules = TokenRules(VOCAB, eos_token_id=EOS, forbidden=[*forbidden, IMAGE], device=CPU)
     rules.add("a", params, 2)

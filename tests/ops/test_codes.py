@@ -1,4 +1,4 @@
-"""Results that are codes: what parity lets pass, what it finds, and a backend that keeps activations in a layout of its own."""
+"""Results that are codes: differences that parity accepts, faults that it finds, and a backend with its own layout."""
 
 import dataclasses
 from unittest import mock
@@ -37,7 +37,7 @@ def case_of(operator, name="odd rows"):
 
 
 def by_halves(x, eps):
-    """1 / RMS, the sum folded by halves."""
+    """1 / RMS, with the sum computed by halves."""
     squares = torch.nn.functional.pad(x.square(), (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
     while squares.shape[-1] > 1:
         squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
@@ -60,7 +60,7 @@ NORMED = [
 
 
 def a_little_off(x, eps):
-    """1 / RMS as an approximate root gives it: as far off as :data:`~deepinfer.ops.norm._FLIPPED` allows for."""
+    """1 / RMS with the error of an approximate root that :data:`~deepinfer.ops.norm._FLIPPED` allows."""
     return arithmetic.row_sum(x.square()).div(x.shape[-1]).add(eps).rsqrt() * (1 + 2.0**-21)
 
 
@@ -82,14 +82,14 @@ def test_another_order_of_a_sum_passes_at_the_real_width(case, rms_scale):
 
 
 def doubled(values, place):
-    """Values whose block at ``place`` has a scale that is one too large."""
+    """Values with a scale that is one step too large in the block at ``place``."""
     values = values.clone()
     values.view(-1, 32)[place] *= 2
     return values
 
 
 def one_scale(result, number, change):
-    """The outputs of an operator, ``change`` applied to one of them."""
+    """The outputs of an operator; ``change`` is applied to one of them."""
     outputs = list(result) if isinstance(result, tuple) else [result]
     outputs[number] = change(outputs[number].clone() if isinstance(outputs[number], torch.Tensor) else outputs[number])
     return tuple(outputs) if isinstance(result, tuple) else outputs[0]
@@ -133,8 +133,8 @@ def test_a_scale_that_is_off_by_one_is_found(case, number, change):
     assert [each for each, _ in found] == [number]
 
 
-def test_a_scale_that_is_always_one_too_large_is_found_in_records_whose_values_hardly_change():
-    """E4M3 has room above: the values of a larger scale differ in small elements alone."""
+def test_a_scale_that_is_always_one_step_too_large_is_found_in_records():
+    """A larger scale changes only small elements of E4M3 records, so the values are nearly the same."""
     rounding = quant._mxfp8
 
     def one_more(x, size):
@@ -162,7 +162,7 @@ def records_of(name, seed, num_rows=8, width=256):
 
 
 def moved(name, records, steps, count):
-    """Codes of ``count`` elements nearer to zero or further away by ``steps``, where there is room."""
+    """Move ``count`` elements by ``steps`` codes, towards zero or away from it, if the format has such a code."""
     records = records.clone()
     codes = records[:, : 256 if name == "window" else 128]
     low = codes & (0x7F if name == "window" else 0x07)
@@ -195,7 +195,7 @@ def test_a_scale_on_the_border_may_be_either(name, seed):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_off_by_one_scale_is_found_whatever_the_share(name, seed):
+def test_an_off_by_one_scale_is_found_for_any_share(name, seed):
     records = records_of(name, seed)
     for more in (1, -1) if name != "main" else (8, -8, 2):
         wrong = records.clone()
@@ -212,7 +212,7 @@ def test_main_scales_that_are_all_off_by_one_code_are_found(seed):
 
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_activations_with_a_scale_for_more_elements_pass(size, seed):
-    """Blocks of very different sizes: the small ones lose bits, down to nothing."""
+    """Blocks of very different magnitudes: small ones lose some or all of their bits."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((40, 12, 32)) * 2.0 ** rng.integers(-20, 6, (40, 12, 1))
     x = torch.from_numpy(x.reshape(40, 384))
@@ -242,14 +242,14 @@ def test_it_passes_at_the_real_widths(operator):
 
 
 @pytest.mark.parametrize("operator", CODED, ids=lambda operator: operator.name)
-def test_its_rows_do_not_see_each_other(operator, seed):
+def test_its_rows_are_independent(operator, seed):
     with bound(CODED):
         op.bind(op.REFERENCE)
         assert row_faults(case_of(operator), "test", CPU, torch.bfloat16, GOLDEN, seed) == []
 
 
 def run(network, drafter, prompt):
-    """Logits of a prompt in three steps, then the logits that drafts behind it are drawn from."""
+    """Logits of a prompt in three steps, and the logits of the drafts after it."""
     cache = new_cache(network, num_pages=6, num_slots=2)
     batch = Batch(network, cache)
     batch.add("a", prompt)

@@ -1,4 +1,4 @@
-"""The way experts are computed on a device that must not be waited for gives the reference's bits."""
+"""Experts computed in tiles, without a host sync, give the bits of the reference."""
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ def test_tiles_equal_products_of_hit_experts(monkeypatch, num_tokens, dtype, bud
     monkeypatch.setattr(moe, "_TILE_WEIGHT_BYTES", budget)
     gen = torch.Generator().manual_seed(num_tokens)
     num_experts, top_k = 6, 2
-    ids = torch.stack([torch.randperm(num_experts - 1, generator=gen)[:top_k] for _ in range(num_tokens)])  # one is never hit
+    ids = torch.stack(
+        [torch.randperm(num_experts - 1, generator=gen)[:top_k] for _ in range(num_tokens)]
+    )  # one expert has no pick
     picks = moe.sort_picks(ids, num_experts)
     rows = torch.randn(num_tokens * top_k, 64, generator=gen).to(dtype)
     dense = torch.randn(num_experts, 96, 64, generator=gen).to(dtype)

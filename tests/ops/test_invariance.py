@@ -1,6 +1,6 @@
-"""Every complete backend, on every device it runs on: a row is the same bits in any company, and near the reference's.
+"""Every complete backend on each of its devices: a row has the same bits in any batch, and is near the reference.
 
-A backend that is registered for all operators gets all of these tests; nothing here is to be changed for it.
+A backend that is registered for all operators gets all of these tests without a change of this file.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def name_of(case):
 
 
 def places():
-    """(backend, device, dtype): only the reference knows CPUs and fp64."""
+    """(backend, device, dtype): only the reference runs on CPUs and in fp64."""
     for backend in backends():
         is_reference = backend == op.REFERENCE
         for device, dtype in itertools.product([CPU, CUDA], [torch.bfloat16, torch.float64]):
@@ -43,14 +43,14 @@ each_row_case = pytest.mark.parametrize("case", ROW_CASES, ids=name_of)
 
 @each_place
 @each_row_case
-def test_a_row_does_not_depend_on_the_rows_beside_it(case, backend, device, dtype, seed):
+def test_a_row_does_not_depend_on_the_other_rows(case, backend, device, dtype, seed):
     assert row_faults(case, backend, device, dtype, GOLDEN, seed) == []
 
 
 @pytest.mark.slow
 @each_place
 @each_row_case
-def test_a_row_of_the_larger_model_does_not_depend_on_the_rows_beside_it(case, backend, device, dtype, seed):
+def test_a_row_of_the_larger_model_does_not_depend_on_the_other_rows(case, backend, device, dtype, seed):
     assert row_faults(case, backend, device, dtype, NANO, seed) == []
 
 
@@ -75,7 +75,7 @@ def test_the_reference_is_its_own_equal_at_the_widths_of_the_full_model(case):
 
 
 @pytest.mark.gpu
-def test_no_backend_is_left_out_for_want_of_its_library():
+def test_a_gpu_machine_has_the_library_of_every_backend():
     assert ABSENT == {}
 
 
@@ -94,7 +94,7 @@ def faults_of(bodies, case):
         return row_faults(case, "test", CPU, torch.bfloat16, GOLDEN, 0), parity_faults(case, "test", CPU, torch.bfloat16, GOLDEN)
 
 
-def test_a_sum_whose_order_follows_the_size_of_the_batch_is_found_though_it_is_within_tolerance():
+def test_a_sum_whose_order_depends_on_the_size_of_the_batch_is_found_within_tolerance():
     """The statistic of an RMS norm."""
 
     def body(streams, pre, fn):
@@ -109,7 +109,7 @@ def test_a_sum_whose_order_follows_the_size_of_the_batch_is_found_though_it_is_w
     assert not any(parity for _, parity in found)
 
 
-def test_rows_that_follow_their_place_in_the_batch_are_found():
+def test_rows_that_depend_on_their_place_in_the_batch_are_found():
     def body(logits, ids):
         result = sampling.token_logprobs.reference(logits, ids)
         return torch.nextafter(result, result + 1) if len(ids) > 40 else result
@@ -119,10 +119,10 @@ def test_rows_that_follow_their_place_in_the_batch_are_found():
     assert not any(parity for _, parity in found), "a last bit is within tolerance"
 
 
-def test_a_choice_among_equals_that_follows_the_batch_is_found():
+def test_a_choice_among_equals_that_depends_on_the_batch_is_found():
     def body(logits, k):
         ids, values = sampling.top_logprobs.reference(logits, k)
-        if logits.shape[0] == 1:  # equal values in the other order
+        if logits.shape[0] == 1:  # equal values in reversed order
             width = logits.shape[1]
             ids, values = sampling.top_logprobs.reference(logits.flip(-1), k)
             ids = width - 1 - ids
@@ -132,7 +132,7 @@ def test_a_choice_among_equals_that_follows_the_batch_is_found():
     assert found["ties"][0]
 
 
-def test_a_backend_that_is_wrong_everywhere_alike_is_found_by_parity_alone():
+def test_a_backend_with_the_same_fault_in_every_row_is_found_only_by_parity():
     found = [
         faults_of({sampling.logits: lambda x, head: sampling.logits.reference(x, head) * 1.001}, case)
         for case in cases_of(sampling.logits)

@@ -1,7 +1,7 @@
-"""The law of speculative text is the law of plain text: by enumeration to rounding, and by counting what really comes out.
+"""Speculative text has the law (the distribution) of plain text: by enumeration, up to rounding, and by counting real tokens.
 
-A language of a few tokens has logits for every prefix.  Plain text evaluates rules, masks and filters on the text that is there,
-one token at a time.  Speculation evaluates them on packed rows, with drafts that may be rejected.
+A language of a few tokens has logits for every prefix.  Plain text evaluates rules, masks and filters on the text so far, one
+token at a time.  Speculation evaluates them on packed rows, with drafts that may be rejected.
 """
 
 import itertools
@@ -29,7 +29,7 @@ EOS = 2
 PROMPT, OUTPUT = [1, 0, 1], [2, 1]
 """The text before the round; its last token is the anchor."""
 SMALL_P = 1e-3
-"""A statistic rarer than this fails; seeds are fixed, so a test that passes once passes always."""
+"""A test fails if its statistic is less probable; seeds are fixed, so a test that passes once always passes."""
 
 
 def generator(seed):
@@ -57,7 +57,7 @@ def sampling_rows(params, n, seeds=None):
 
 
 def grammar(prefix, vocab):
-    """A mask that depends on the whole prefix; everything goes once it is violated."""
+    """A mask that depends on the whole prefix; after a violation every token is allowed."""
     allowed = [True] * vocab
     for depth in range(len(prefix) + 1):
         allowed = [token != (sum(prefix[:depth]) + 2 * depth) % vocab for token in range(vocab)]
@@ -68,9 +68,9 @@ def grammar(prefix, vocab):
 
 @dataclass
 class Setting:
-    """A request's parameters, and whether its text has to follow the grammar.
+    """A request's parameters, and whether its text must follow the grammar.
 
-    ``prompt`` and ``output`` are the text in front of the round.
+    ``prompt`` and ``output`` are the text before the round.
     """
 
     given: dict = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Setting:
         self.params = SamplingParams(seq_seed=0, **self.given)
 
     def rules(self, prefixes, vocab):
-        """Rules that know a request for each prefix, with the text in front of it."""
+        """Rules with one request for each prefix, after the text before the round."""
         rules = TokenRules(vocab, eos_token_id=EOS, forbidden=(), device=CPU)
         for prefix in prefixes:
             rules.add(str(prefix), self.params, len(PROMPT))
@@ -93,7 +93,7 @@ class Setting:
         return len(PROMPT) + len(self.output) - 1
 
     def ruled(self, rules, logits, prefixes, drafts, lens):
-        """Packed logits and mask of requests that stand at ``prefixes``, each with its drafts."""
+        """Packed logits and mask of requests with the texts ``prefixes``, each with its drafts."""
         vocab = logits.shape[-1]
         owners = torch.repeat_interleave(torch.arange(len(lens)), lens + 1)
         offsets = torch.arange(len(owners)) - (torch.cumsum(lens + 1, 0) - lens - 1)[owners]
@@ -113,14 +113,14 @@ class Setting:
         return logits, mask
 
     def law(self, logits, mask):
-        """Probabilities that plain sampling draws with."""
+        """Probabilities of plain sampling."""
         rows = sampling_rows(self.params, len(logits))
         processed = process_logits(logits, rows, mask=mask.expand(logits.shape)).double()
         best = torch.nn.functional.one_hot(processed.argmax(-1), logits.shape[-1]).double()
         return torch.where(rows.greedy[:, None], best, torch.softmax(processed, -1))
 
     def plain_law(self, tables):
-        """[vocab] * depth laws of plain text: for each depth, given each prefix."""
+        """Laws of plain text: for each depth, [vocab] * depth, given each prefix."""
         vocab = tables[0].shape[-1]
         laws = []
         for depth, table in enumerate(tables):
@@ -155,14 +155,14 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTING
 
 # ----------------------------------------------------------------------------------------------------------- exact enumeration
 
-# Drafts q1, q2[x1] and the rows p0, p1[x1], p2[x1 x2] of a round; every path is enumerated.  Emitted tokens are completed by
-# plain text to three, whose joint law must be that of plain text.
+# A round has drafts q1, q2[x1] and rows p0, p1[x1], p2[x1 x2]; the tests enumerate every path.  Plain text completes the emitted
+# tokens to three.  The joint law of the three tokens must be that of plain text.
 
 DRAFTERS = ("random", "one-hot", "the target itself", "on a zero of the target")
 
 
 class Chain:
-    """A random language of ``vocab`` tokens with its drafter and confidences."""
+    """A random language of ``vocab`` tokens with a drafter and confidences."""
 
     def __init__(self, seed, vocab, setting=SETTINGS["plain"], drafter="random"):
         gen = generator(seed)
@@ -186,7 +186,7 @@ class Chain:
         return self.p[0][:, None, None] * self.p[1][:, :, None] * self.p[2]
 
     def rows(self, drafts):
-        """[3, vocab] what the packed rows of a round say."""
+        """[3, vocab] laws of the packed rows of a round."""
         if drafts not in self._rows:
             logits = torch.stack([self.tables[0], self.tables[1][drafts[0]], self.tables[2][drafts]])
             rules = self.setting.rules([()], self.vocab)
@@ -196,7 +196,7 @@ class Chain:
         return self._rows[drafts]
 
     def emitted_law(self, drafts, num_drafts):
-        """[vocab, vocab, vocab]: law of the first three tokens given the drafts and how many of them are verified."""
+        """[vocab, vocab, vocab]: law of the first three tokens, given the drafts and the number of verified drafts."""
         if (drafts, num_drafts) in self._laws:
             return self._laws[drafts, num_drafts]
         out = torch.zeros([self.vocab] * 3, dtype=torch.float64)
@@ -242,18 +242,18 @@ def test_emitted_law_equals_target_law_exactly(setting, drafter):
 def test_drafts_are_always_and_never_accepted_where_they_should_be():
     chain = Chain(0, 3, SETTINGS["grammar"], "on a zero of the target")
     for drafts, _ in chain.paths():
-        assert chain.rows(drafts)[0, drafts[0]] == 0  # such a draft violates the grammar
+        assert chain.rows(drafts)[0, drafts[0]] == 0  # this draft violates the grammar
     chain = Chain(0, 3, SETTINGS["penalties"], "the target itself")
     for drafts, _ in chain.paths():
         assert (chain.rows(drafts)[0] - chain.q[0]).abs().max() < 1e-15
         assert (chain.rows(drafts)[1] - chain.q[1][drafts[0]]).abs().max() < 1e-15
 
 
-# Budget rules.  Two requests; a rule turns the confidences of the drafts to be verified, [2, 2], into two lengths.  The cost of a
-# step is jagged, as that of padded batches is.
+# Budget rules.  There are two requests.  A rule turns the confidences of their drafts, [2, 2], into two lengths.  The cost of a
+# step has jumps, like the cost of padded batches.
 
 COST = [1.0, 1.25, 1.3, 1.6, 1.65]
-"""Of a step that verifies 0 … 4 drafts."""
+"""Costs of a step that verifies 0 … 4 drafts."""
 CAPS = torch.tensor([2, 2])
 
 
@@ -270,13 +270,13 @@ def best_budget(conf):
 
 
 def first_best_budget(conf):
-    """Up to the first draft that does not pay."""
+    """The budget before the first draft that lowers the throughput."""
     rates = throughput(conf)
     return next((budget for budget in range(4) if rates[budget + 1] <= rates[budget]), 4)
 
 
 STALE = torch.sigmoid(torch.randn(6, 2, 2, generator=generator(70)) * 3)
-"""Confidences of an older round, each equally likely."""
+"""Confidences of an earlier round, equally likely."""
 
 
 def lengths(rule, conf):
@@ -321,14 +321,14 @@ LOSSLESS = [0, 1, 2, 3, 4, "best budget of an older round", "first best budget n
 
 @pytest.mark.parametrize("setting", [SETTINGS["plain"], SETTINGS["grammar, penalties, filters"]], ids=["plain", "ruled"])
 @pytest.mark.parametrize("rule", LOSSLESS, ids=str)
-def test_law_survives_budgets_that_do_not_look_at_what_they_decide_about(rule, setting):
+def test_law_is_exact_for_budgets_that_do_not_depend_on_their_drafts(rule, setting):
     seen = set()
     for seeds in CHAIN_SEEDS:
         error, lens = deviation(rule, [Chain(seed, 3, setting) for seed in seeds])
         assert error < 1e-12
         seen |= lens
     if rule not in (0, 4):
-        assert len(seen) > 1  # lengths did depend on the drafts
+        assert len(seen) > 1  # lengths depended on the drafts
 
 
 def test_the_best_budget_by_the_confidences_of_the_drafts_themselves_is_biased():
@@ -362,7 +362,7 @@ NUM_TEXTS = 20000
 
 @pytest.mark.parametrize(("drafts", "is_coupled"), MODES.values(), ids=MODES.keys())
 @each_setting
-def test_tokens_really_come_with_the_law_of_plain_text(setting, drafts, is_coupled):
+def test_counted_tokens_have_the_law_of_plain_text(setting, drafts, is_coupled):
     n, vocab = NUM_TEXTS, 4
     gen = generator(30)
     tables = [torch.randn(*[vocab] * (depth + 1), generator=gen) * 1.2 for depth in range(3)]
@@ -386,7 +386,7 @@ def test_tokens_really_come_with_the_law_of_plain_text(setting, drafts, is_coupl
         draft_logits = torch.stack(used, 1) if drafts == "sampled" else None
         counts, emitted = verify(target, draft_ids, draft_logits, lens, rows, anchors, mask=mask)
     first = emitted[:, 0]
-    # The second token of a text that has only one so far comes from a step without drafts.
+    # If a text has only one token so far, a step without drafts gives the second one.
     prefixes = [(token,) for token in first.tolist()]
     rules = setting.rules(sorted(set(prefixes)), vocab)
     none = torch.zeros(n, 0, dtype=torch.int64)
@@ -401,4 +401,4 @@ def test_tokens_really_come_with_the_law_of_plain_text(setting, drafts, is_coupl
     if int(likely.sum()) > 1:
         assert chi_square_p(seen[likely], n * law[likely]) > SMALL_P
         if drafts != "argmax" and not setting.params.golden_token_ids:
-            assert 0.2 < counts.double().mean() < 1.35  # of 1.4 drafts on average some were accepted and some rejected
+            assert 0.2 < counts.double().mean() < 1.35  # 1.4 drafts on average: some are accepted and some rejected

@@ -83,7 +83,7 @@ def test_scores_of_extreme_logits_are_finite(size):
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=30))
-def test_plan_sorts_picks_by_expert_then_by_token(ids):
+def test_picks_are_sorted_by_expert_then_by_token(ids):
     plan = moe.sort_picks(torch.tensor(ids), 8)
     flat = [expert for row in ids for expert in row]
     assert plan.order.tolist() == sorted(range(len(flat)), key=lambda pick: (flat[pick], pick))
@@ -94,11 +94,11 @@ def test_plan_sorts_picks_by_expert_then_by_token(ids):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 40])
-def test_every_pick_passes_its_expert(num_tokens, seed):
+def test_every_pick_is_computed_by_its_expert(num_tokens, seed):
     rng = np.random.default_rng(seed)
     x8 = quant.round_mxfp8(normal(rng, num_tokens, HIDDEN))
     w13, w2 = packed(rng, EXPERTS, 2 * INTER, HIDDEN), packed(rng, EXPERTS, HIDDEN, INTER)
-    ids = torch.from_numpy(rng.choice([0, 1, 3, 4], (num_tokens, TOP_K)))  # expert 2 gets nothing
+    ids = torch.from_numpy(rng.choice([0, 1, 3, 4], (num_tokens, TOP_K)))  # expert 2 has no pick
     weights = normal(rng, num_tokens, TOP_K).abs()
     found = moe.experts(quant.RoundedRows(x8), weights, moe.sort_picks(ids, EXPERTS), w13, w2, LIMIT)
     for token in range(num_tokens):
@@ -108,8 +108,8 @@ def test_every_pick_passes_its_expert(num_tokens, seed):
             assert torch.allclose(found[token, choice], w2.dense[expert] @ hidden, rtol=0, atol=1e-12)
 
 
-def test_clamps_bite_on_both_sides(seed):
-    """Otherwise the comparison above would not see a missing clamp."""
+def test_clamps_change_values_on_both_sides(seed):
+    """Without this, the comparison above would not find a missing clamp."""
     rng = np.random.default_rng(seed)
     x8, w13 = quant.round_mxfp8(normal(rng, 9, HIDDEN)), packed(rng, 2 * INTER, HIDDEN)
     gate, up = (x8 @ w13.dense.T).chunk(2, dim=1)
@@ -119,7 +119,7 @@ def test_clamps_bite_on_both_sides(seed):
 
 
 def test_routing_weight_multiplies_before_the_quantiser(seed):
-    """A weight of a power of two passes a quantiser with block scales unchanged; another weight does not."""
+    """A weight that is a power of two commutes with a quantiser with block scales; another weight does not."""
     rng = np.random.default_rng(seed)
     x8 = quant.quantise(normal(rng, 4, HIDDEN))
     w13, w2 = packed(rng, 1, 2 * INTER, HIDDEN), packed(rng, 1, HIDDEN, INTER)

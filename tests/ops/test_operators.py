@@ -1,4 +1,4 @@
-"""What is an operator: it has a caller outside ``ops/``, and its reference calls no other that is bound."""
+"""Every operator has a caller outside ``ops/``, and its reference calls no bound operator."""
 
 import ast
 import itertools
@@ -36,7 +36,7 @@ def test_a_reference_calls_no_bound_operator(case):
 
 
 def called(source):
-    """Names ``family.function`` of what a module takes out of ``deepinfer.ops`` and uses."""
+    """Names ``family.function`` that a module imports from ``deepinfer.ops`` and uses."""
     tree = ast.parse(source)
     functions, families = {}, {}  # local name -> full name
     for node in ast.walk(tree):

@@ -15,7 +15,7 @@ X = [0, 0.1, -0.2, 0.3, 0.45, -0.6, 0.75, 0.9, -1.05, 1.2, 1.5, -1.8, 2.1, 2.7, 
 Y = X + [x / 2 for x in X]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 E4M3 = sorted({2.0**-9 * m for m in range(8)} | {2.0**e * (1 + m / 8) for e in range(-6, 9) for m in range(8)} - {480.0})
-FORMATS = {  # encode, decode, values a scale
+FORMATS = {  # encode, decode, values per scale
     "window": (quant.encode_window, quant.decode_window, 32),
     "main": (quant.encode_main, quant.decode_main, 16),
     "index": (quant.encode_index, quant.decode_index, 32),
@@ -23,14 +23,14 @@ FORMATS = {  # encode, decode, values a scale
 
 
 def random_rows(rng, num_rows, width):
-    """Rows whose blocks have very different sizes, some all zero."""
+    """Rows with blocks of very different magnitudes; some blocks are all zero."""
     blocks = rng.standard_normal((num_rows, width // 16, 16)) * 2.0 ** rng.integers(-12, 6, (num_rows, width // 16, 1))
     blocks[rng.random((num_rows, width // 16)) < 0.1] = 0
     return torch.from_numpy(blocks.reshape(num_rows, width))
 
 
 def nearest(value, grid):
-    """The grid's nearest to |value|, with its sign; of two equally near the one with the even index."""
+    """The grid number nearest to |value|, with the value's sign; among two equally near, the one with the even index."""
     size = min(abs(value), grid[-1])
     index = min(range(len(grid)), key=lambda i: (abs(grid[i] - size), i % 2))
     return math.copysign(grid[index], value)
@@ -99,7 +99,7 @@ def test_codes_are_nearest_among_subnormals(value):
 
 
 def test_wide_numbers_are_rounded_once():
-    """Just above a midpoint of E4M3, by less than fp32 resolves: rounding to fp32 first would fall back on the midpoint."""
+    """Numbers slightly above a midpoint of E4M3, by less than fp32 resolves; rounding to fp32 first would give the midpoint."""
     above = torch.tensor([1.0625 + 2.0**-40, -(1.0625 + 2.0**-40)], dtype=torch.float64)
     assert quant._to_e4m3(above).double().tolist() == [1.125, -1.125]
 
@@ -137,7 +137,7 @@ def test_scale_is_the_power_of_two_not_below(value):
 def test_decoding_and_encoding_again_changes_no_value(name, seed):
     encode, decode, size = FORMATS[name]
     x = random_rows(np.random.default_rng(seed), 300, 128)
-    if name == "main":  # blocks so small that their scale is subnormal lose their largest code, and with it the scale
+    if name == "main":  # a very small block with a subnormal scale loses its largest code, and then its scale
         is_small = x.unflatten(1, (-1, size)).abs().amax(-1) < 6 * 2.0**-6
         x[is_small.repeat_interleave(size, 1)] = 0
     values = decode(encode(x), 128, torch.float64)
@@ -205,7 +205,7 @@ def test_main_scale_is_never_zero():
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(32, 32), (64, 96), (70, 45), (1, 33)])
-def test_fp8_weights_have_a_scale_a_tile_and_decode_to_the_nearest(rows, cols, seed):
+def test_fp8_weights_have_a_scale_per_tile_and_decode_to_the_nearest(rows, cols, seed):
     w = torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, cols)))
     codes, scale = quant.pack_fp8(w)
     assert scale.shape == (-(-rows // 32), -(-cols // 32))

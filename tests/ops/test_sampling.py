@@ -1,4 +1,4 @@
-"""Sampling, verification and draft scheduling: exact laws, exact ties, and rows that do not see each other."""
+"""Sampling, verification and draft scheduling: exact distributions, exact ties, and independent rows."""
 
 import itertools
 import math
@@ -29,11 +29,11 @@ from tests.ops.plain_sampling import process_logits, sample
 
 INF = math.inf
 SMALL_P = 1e-3
-"""A statistic rarer than this fails; seeds are fixed, so a test that passes once passes always."""
+"""A test fails if its statistic is less probable; seeds are fixed, so a test that passes once always passes."""
 
 
 def make_rows(n, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seeds=None, filters=True):
-    """Parameters of n rows; a scalar serves all of them."""
+    """Parameters of n rows; a scalar holds for all of them."""
 
     def column(value, dtype):
         return torch.as_tensor(value, dtype=dtype).expand(n).clone()
@@ -62,7 +62,7 @@ def chi_square_p(observed, expected):
 
 
 def python_bits(seed, position, stream, draft_idx, sub):
-    """The generator in unbounded integers."""
+    """The noise bits, computed with unbounded integers."""
     full, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
     def mix(x):
@@ -125,7 +125,7 @@ def test_noise_of_neighbouring_keys_is_uniform_and_unrelated():
     chances = [
         chi_square_p(torch.bincount(cell, minlength=64).double(), torch.full((64,), len(cell) / 64).double()) for cell in cells
     ]
-    assert min(chances) > SMALL_P / len(chances)  # the smallest of many is small by itself
+    assert min(chances) > SMALL_P / len(chances)  # the smallest of many statistics is small by chance
 
 
 def test_gumbel_noise_has_its_distribution():
@@ -139,7 +139,7 @@ def test_gumbel_noise_has_its_distribution():
 
 
 def python_process(logits, temperature, top_k, top_p, min_p):
-    """Surviving ids of one row, and the scaled logits, one token at a time."""
+    """Kept ids of one row, and the scaled logits, one token at a time."""
     greedy = temperature < 1e-5 or top_k == 1
     scaled = list(logits) if greedy else [x / temperature for x in logits]
     order = sorted((i for i in range(len(scaled)) if scaled[i] > -INF), key=lambda i: (-scaled[i], i))
@@ -177,7 +177,7 @@ def python_process(logits, temperature, top_k, top_p, min_p):
 def test_filters_keep_what_a_token_by_token_reading_of_the_rules_keeps(cases):
     logits = torch.tensor([case[0] for case in cases], dtype=torch.float32)
     mask = torch.tensor([case[1] for case in cases])
-    mask[:, 3] = True  # something is always allowed
+    mask[:, 3] = True  # at least one token is always allowed
     temperature, top_k, top_p, min_p = (list(column) for column in zip(*(case[2:] for case in cases), strict=True))
     rows = make_rows(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     got = process_logits(logits, rows, mask=mask)
@@ -188,8 +188,8 @@ def test_filters_keep_what_a_token_by_token_reading_of_the_rules_keeps(cases):
 
 
 def test_filters_renormalise_in_turn():
-    # p = .4 .3 .2 .1: min_p .3 leaves .4 .3 .2; top_k 2 leaves .4 .3, i.e. 4/7 and 3/7; top_p .55 then keeps the first alone,
-    # whereas it would keep two of the unfiltered ones.
+    # p = .4 .3 .2 .1: min_p .3 leaves .4 .3 .2; top_k 2 leaves .4 .3, i.e. 4/7 and 3/7; top_p .55 then keeps only
+    # the first.  Of the unfiltered tokens it would keep two.
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     alone = process_logits(logits, make_rows(1, top_p=0.55))
     together = process_logits(logits, make_rows(1, top_p=0.55, top_k=2, min_p=0.3))
@@ -213,7 +213,7 @@ def test_bias_comes_before_mask_and_temperature():
     assert process_logits(logits, make_rows(1, temperature=0.5), bias, mask).tolist() == [[10.0, 4.0, -INF]]
 
 
-def test_promising_no_filters_changes_no_bit():
+def test_rows_without_filters_have_the_same_bits_with_filters_false():
     logits = torch.randn(5, 300, generator=generator(1)) * 4
     settings_ = {"temperature": [0.0, 0.3, 0.7, 1.0, 1.9]}
     assert torch.equal(
@@ -231,7 +231,7 @@ def test_half_precision_logits_are_processed_wide_and_double_stays_double():
 
 
 def python_penalise(logits, prompt, output, repetition, frequency, presence):
-    """One row, one token at a time; the rules read over the texts themselves."""
+    """One row, one token at a time; the rules count in the texts themselves."""
     result = []
     for token, value in enumerate(logits):
         if token in prompt or token in output:
@@ -396,7 +396,7 @@ def test_a_row_is_sampled_alone_as_in_a_batch_bit_for_bit(vocab):
 
 
 def python_verify(p_rows, drafts, q_rows, row):
-    """One request by the book, with the operator's noise.
+    """One request by the rules of the paper, with the operator's noise.
 
     Args:
         p_rows: n + 1 lists of processed probabilities.
@@ -436,7 +436,7 @@ def python_verify(p_rows, drafts, q_rows, row):
 
 
 def ragged_case(seed, *, vocab=11, width=4, num_requests=60):
-    """Requests of every length, greedy ones, absent drafts, filters, masks, and padding requests and rows."""
+    """Requests of every length, greedy requests, missing drafts, filters, masks, padding requests and padding rows."""
     gen = generator(seed)
     lens = torch.randint(-1, width + 1, (num_requests,), generator=gen)
     num_logits = int((lens + 1).sum()) + 5
@@ -444,7 +444,7 @@ def ragged_case(seed, *, vocab=11, width=4, num_requests=60):
     draft_ids = (draft_logits + torch.randn(draft_logits.shape, generator=gen)).argmax(-1)
     draft_ids = draft_ids.where(torch.rand(draft_ids.shape, generator=gen) < 0.95, -1)
     target = torch.randn(num_logits, vocab, generator=gen) * 1.5
-    # Half of the rows resemble the drafts, so that acceptances and rejections both occur.
+    # Half of the rows are similar to the drafts, so that some drafts are accepted and some rejected.
     starts = (lens + 1).cumsum(0) - (lens + 1)
     for r, n in enumerate(lens.tolist()):
         for j in range(max(n, 0)):
@@ -483,7 +483,7 @@ def test_verify_equals_the_rule_applied_request_by_request(sampled):
         assert got[0][r] == accepted
         assert got[1][r].tolist() == tokens + [-1] * (5 - len(tokens))
         seen.add((accepted, n))
-    assert len(seen) > 8  # all kinds of outcomes were compared
+    assert len(seen) > 8  # many pairs (accepted drafts, verified drafts) occurred
 
 
 def test_padding_rows_and_integer_widths_change_nothing():
@@ -589,7 +589,7 @@ def toy_logits(tokens, seed, vocab=12):
 
 
 def plain_texts(rows, length):
-    """Texts of every row, one token a step."""
+    """Texts of all rows, one token per step."""
     text = torch.zeros(len(rows.seeds), 2, dtype=torch.int64)
     for position in range(2, length):
         ids, _ = sample(toy_logits(text[:, -2:], 40)[:, 0], rows, torch.full((len(text),), position))
@@ -598,7 +598,7 @@ def plain_texts(rows, length):
 
 
 def drafted_text(rows, row, length, lens, coupled):
-    """The text of one row by rounds of draft and verification; also the number of rounds."""
+    """The text of one row, made by rounds of drafts and verification; and the number of rounds."""
     text, some, rounds, vocab = [0, 0], rows.take(torch.tensor([row])), 0, 12
     zeros = torch.zeros(vocab, 1)
     while len(text) < length:

@@ -1,4 +1,4 @@
-"""The number of threads that compute changes no bit: on busy cores the engine goes on with one."""
+"""The number of threads changes no bit; on busy cores the engine uses one."""
 
 import dataclasses
 

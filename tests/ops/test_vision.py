@@ -1,4 +1,4 @@
-"""Vision operators against loops over single numbers, and rows that do not see each other."""
+"""Vision operators against loops over single numbers, and independent rows."""
 
 import math
 
@@ -167,12 +167,12 @@ def test_embedding_and_aligner_equal_loops_over_single_numbers():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_patch_is_computed_alone_as_among_others_bit_for_bit(dtype):
     gen = generator(5)
-    num_patches, width = 37, 588  # more than two tiles of matmul_rows and a rest; the published patch
+    num_patches, width = 37, 588  # more than two tiles of matmul_rows, not a multiple; the published patch
     block = make_block(gen, dtype)
     x, patches = normal(gen, num_patches, WIDTH, dtype=dtype), normal(gen, num_patches, width, dtype=dtype)
-    inner = 38  # leaves a tail behind whole vectors of 4 or 8 numbers
+    inner = 38  # not a multiple of vectors of 4 or 8 numbers
     w1, b1, w2, b2 = (normal(gen, *shape, dtype=dtype) for shape in ((inner, width), (inner,), (13, inner), (13,)))
-    w1 = w1 / width**0.5  # keeps GELU where it is curved
+    w1 = w1 / width**0.5  # small values, for which GELU is not linear
     runs = (
         (x, lambda rows: vision_mlp(rows, block)),
         (patches, lambda rows: patch_embed(rows, w1, b1)),
@@ -196,4 +196,4 @@ def test_bf16_stays_within_the_declared_tolerance_of_exact_arithmetic():
         assert got.dtype == torch.bfloat16
         scale = expected.square().mean(-1, keepdim=True).sqrt()
         error = ((got.double() - expected) / scale).abs().max().item()
-        assert 0 < error < 2 * operator.tolerance  # the input of every rounding carries the errors before it
+        assert 0 < error < 2 * operator.tolerance  # the input of each rounding has the errors of earlier roundings

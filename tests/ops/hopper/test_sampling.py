@@ -1,4 +1,4 @@
-"""The kernel that lays out rounds gives the bits of the reference: on a GPU, or anywhere with TRITON_INTERPRET=1 and triton."""
+"""The kernel of lay_out_rounds gives the bits of the reference: on a GPU, or on a CPU with triton and TRITON_INTERPRET=1."""
 
 import math
 import os
@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
 
 AWKWARD = [0.0, -0.0, 1.0, 0.5, 1e-20, 1e-30, 1e-42, math.nan, math.inf, -math.inf, 1.5, -0.5, 1 - 2**-24]
-"""Confidences and what is none; products of some are not normal numbers."""
+"""Confidences, and values that are not confidences; some products are subnormal numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,14 @@ def test_any_width_is_laid_out_as_by_the_reference(kernel, num_rounds, width, se
 
 
 @pytest.mark.parametrize("value", [1.0, 0.7, 0.0, math.nan])
-def test_equal_confidences_are_told_apart_as_by_the_reference(kernel, value, seed):
+def test_equal_confidences_are_ordered_as_by_the_reference(kernel, value, seed):
     confidences, caps, starts, token_ids = draw(33, 5, seed)
     check_budgets(kernel, torch.full_like(confidences, value), caps, starts, token_ids)
     check_budgets(kernel, torch.full_like(confidences, value), torch.full_like(caps, 5), starts, token_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_no_confidence_is_read_as_by_the_reference(kernel, dtype, seed):
+def test_invalid_confidences_are_read_as_by_the_reference(kernel, dtype, seed):
     _, caps, starts, token_ids = draw(65, 5, seed)
     gen = torch.Generator().manual_seed(seed)
     values = torch.tensor(AWKWARD, dtype=dtype)
@@ -100,7 +100,7 @@ def test_more_rounds_than_one_block_holds_are_refused(kernel, seed):
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
-def test_numbers_compile_nothing_anew(kernel, seed):
+def test_other_numbers_compile_nothing(kernel, seed):
     from deepinfer.ops.hopper.sampling import _lay_out_rounds
 
     def num_compiled():
