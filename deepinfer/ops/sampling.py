@@ -407,7 +407,7 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
     Args:
         logits: [n, vocab].
-        ids: [n] int64; -1 stands for no token.
+        ids: [n] int64; -1 means no token.
 
     Returns:
         [n] fp32 (fp64 for fp64 logits), at least -9999; -9999 for id -1.

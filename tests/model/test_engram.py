@@ -104,8 +104,8 @@ def test_rows_follow_the_rule_with_dead_positions_anywhere(layer, seed):
 
 def test_one_dead_position_hides_all_before_it():
     table = hash_table(FULL, 1)
-    behind = torch.tensor([[5, DEAD, 7, 8], [5, DEAD, DEAD, 99]])
-    rows = engram_rows(behind, *table, 2)
+    after = torch.tensor([[5, DEAD, 7, 8], [5, DEAD, DEAD, 99]])
+    rows = engram_rows(after, *table, 2)
     assert torch.equal(rows[0], rows[1])
 
 
