@@ -580,7 +580,7 @@ def test_a_terminal_without_the_characters_is_no_error(variables, shown, tmp_pat
     assert any(each in text for each in shown)
 
 
-def test_streams_that_nobody_reads_are_no_error(tmp_path):
+def test_streams_without_a_reader_are_no_error(tmp_path):
     code, _, said = streamed(preexec_fn=lambda: os.close(1))
     assert (code, "Traceback" in said) == (0, False)
     code, text, _ = streamed(preexec_fn=lambda: os.close(2), stdout=subprocess.PIPE)

@@ -181,7 +181,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _empty(file: FileIO, output: OutputFile) -> None:
-    """Empty a regular file before it is written directly; a file behind a descriptor of this process keeps its content."""
+    """Empty a regular file before it is written directly; a file that a descriptor of this process names keeps its content."""
     if output.descriptor is None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.truncate(0)
 

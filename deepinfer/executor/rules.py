@@ -133,7 +133,7 @@ class TokenRules:
         allowed[list(forbidden)] = False
         self._allowed_on_host = allowed
         self._allowed = to_device(allowed, device)
-        self._known: dict[str, tuple[SamplingParams, int]] = {}  # parameters and tokens of the prompt
+        self._requests: dict[str, tuple[SamplingParams, int]] = {}  # parameters and tokens of the prompt
         self._rules: dict[str, _Rule] = {}  # only running requests that have rules
         self._biases = _Table(vocab_size, [torch.float32], device)
         self._histories = _Table(vocab_size, [torch.int32, torch.bool], device)  # output counts, whether the prompt has the id
@@ -141,7 +141,7 @@ class TokenRules:
 
     def add(self, request_id: str, params: SamplingParams, num_prompt: int) -> None:
         """Add a request whose prompt has ``num_prompt`` tokens.  Every id in ``params`` must be inside the vocabulary."""
-        self._known[request_id] = params, num_prompt
+        self._requests[request_id] = params, num_prompt
 
     def _take(self, params: SamplingParams, num_prompt: int) -> _Rule:
         """Take table entries for a request and fill them in, except the history."""
@@ -174,7 +174,7 @@ class TokenRules:
 
     def remove(self, request_id: str) -> None:
         """Forget a request."""
-        self._known.pop(request_id, None)
+        self._requests.pop(request_id, None)
         self.stop(request_id)
 
     def stop(self, request_id: str) -> None:
@@ -194,7 +194,7 @@ class TokenRules:
         """
         rule = self._rules.get(request_id)
         if rule is None:
-            rule = self._take(*self._known[request_id])
+            rule = self._take(*self._requests[request_id])
             if not (rule.has_mask or rule.bias is not None or rule.history is not None):
                 return
             self._rules[request_id] = rule

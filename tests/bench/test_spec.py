@@ -113,7 +113,7 @@ def test_rounds_are_taken_from_the_engine_until_it_is_idle():
     assert rounds.num_accepted.tolist() == [2, 2, 1, 1, 0, 0]
     assert rounds.earlier.tolist() == [[1, 1]] * 2 + [[0.5, 0.25]] * 4
     assert rounds.confidences[:4].tolist() == [[0.5, 0.25]] * 4
-    assert np.isnan(rounds.confidences[4:]).tolist() == [[False, True]] * 2, "nobody knows what was not verified"
+    assert np.isnan(rounds.confidences[4:]).tolist() == [[False, True]] * 2, "drafts that were not verified have no confidence"
     assert len(rounds.full()) == 4
 
 

@@ -201,7 +201,7 @@ def test_whatever_a_request_is_made_of_the_next_step_works(engine, name, value):
 @pytest.mark.parametrize(
     "bad", [[128.0], [True], ["128"], "128", 128, [None], torch.tensor([1.5]), np.array([[128]]), [1], [-128]]
 )
-def test_checkpoints_that_are_none_harm_nobody(engine, bad):
+def test_bad_checkpoints_affect_no_other_request(engine, bad):
     assert engine.add_request(1, "good", greedy(), [0, 7])
     with pytest.raises(RequestError, match="checkpoint"):
         engine.add_request(1, "bad", greedy(), [0, 5] * 100, chunk_checkpoints=bad)

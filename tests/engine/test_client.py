@@ -307,7 +307,7 @@ def test_values_of_a_wrong_type_never_reach_the_core(given, says):
     with_fake(test)
 
 
-def test_a_slow_reader_delays_nobody_and_misses_nothing():
+def test_a_slow_reader_delays_no_other_and_misses_nothing():
     async def test(client):
         slow = client.generate("slow", [1], greedy(200))
         first = await anext(slow)

@@ -107,7 +107,7 @@ def test_a_thread_whose_records_came_with_a_turn_of_another_does_not_turn():
     llm.close()
 
 
-def test_a_request_that_is_refused_takes_those_beside_it_along_and_nobody_else():
+def test_a_refused_request_fails_its_own_call_and_no_other():
     llm = make_llm()
     stream = llm.stream("5", params(3))
     first = next(stream)
@@ -277,7 +277,7 @@ def test_a_model_that_is_garbage_takes_its_threads_along():
 # Threads for jobs.
 
 
-def test_jobs_behind_the_end_are_refused_and_those_before_it_done():
+def test_jobs_after_the_end_are_refused_and_jobs_before_it_done():
     for _ in range(200):  # the timing differs each time
         thread = SerialThread("test", StepFailed("over"))
         done = []

@@ -40,7 +40,7 @@ def round_of(number, num_pages, max_drafts):
     rows=st.integers(1, 40),
     requests=st.integers(1, 20),
 )
-def test_a_padded_plan_is_the_plan_and_then_rounds_of_nobody(pages, num_drafts, rows, requests):
+def test_a_padded_plan_is_the_plan_and_then_padding_rounds(pages, num_drafts, rows, requests):
     plan = StepPlan(chunks=(), rounds=tuple(round_of(i, count, i % 6) for i, count in enumerate(pages)), num_drafts=num_drafts)
     made = Buckets(rows=rows, requests=requests).pad(plan)
     if not made.recurs:

@@ -275,7 +275,7 @@ def test_a_drafter_that_is_not_a_number_fails_the_step_too(name):
     serve(build(num_drafts=3, drafter=lambda network: Drafter(network, broken)), work_of(3))
 
 
-def test_records_that_were_damaged_behind_a_token_fail_the_next_step():
+def test_records_that_were_damaged_after_a_token_fail_the_next_step():
     core = build(num_drafts=0, is_async=False)
     (one,) = work_of(4)[1:]
     core.add(one)
@@ -288,7 +288,7 @@ def test_records_that_were_damaged_behind_a_token_fail_the_next_step():
     core.close()
 
 
-def test_a_rejected_drafts_row_harms_nobody():
+def test_the_row_of_a_rejected_draft_fails_no_step():
     """Values after the last kept token do not matter."""
     rows = torch.linspace(0, 1, 2 * VOCAB).view(2, VOCAB).flip(1).clone()
     rows[1] = NAN

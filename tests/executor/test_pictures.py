@@ -105,7 +105,7 @@ def test_every_picture_is_encoded_once_whatever_the_answers_and_the_chunks(rng, 
     core.close()
 
 
-def test_what_lies_behind_a_hit_is_not_encoded(rng):
+def test_a_picture_before_the_end_of_a_hit_is_not_encoded(rng):
     first, second = picture(rng, 3, 3), picture(rng)
     start, middle, end = tokens(rng, 10), tokens(rng, 60), tokens(rng, 40)
     tower = CountingTower()
@@ -114,7 +114,7 @@ def test_what_lies_behind_a_hit_is_not_encoded(rng):
     assert len(tower.encoded) == 1
     again = Picture(plan=first.plan, pixels=first.pixels.copy())  # an equal picture in a new object, as a second request has it
     found = run(core, asking("b", [start, middle], [again]), [again])
-    assert len(tower.encoded) == 1, "the picture lies behind the hit"
+    assert len(tower.encoded) == 1, "the picture is before the end of the hit"
     assert [len(each) for each in found.values()] == [6]
     run(core, asking("c", [start, middle, end], [again, second]), [again, second])
     assert len(tower.encoded) == 2, "the second one alone is new"

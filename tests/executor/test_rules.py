@@ -171,7 +171,7 @@ def penalised(rules, output, drafts):
     return [sorted(torch.nonzero(row).flatten().tolist()) for row in got]
 
 
-def test_rows_behind_a_draft_count_it_and_the_rows_before_do_not():
+def test_rows_after_a_draft_count_it_and_the_rows_before_do_not():
     rules = make_rules()
     Turn("a", SamplingParams(presence_penalty=1), [2], [6], [], 0).enter(rules)
     assert penalised(rules, [6], [7, -1, 7, 8]) == [[6], [6, 7], [6, 7], [6, 7], [6, 7, 8]]

@@ -96,7 +96,7 @@ def choosing(*tokens):
 # -------------------------------------------------------------------------------------------------------------------- laying out
 
 
-def test_rows_of_rounds_stand_one_behind_the_other_and_the_rest_is_nobodys():
+def test_rows_of_rounds_are_consecutive_and_the_others_are_padding():
     laid = rows_of(torch.tensor([20, 7, 40]), torch.tensor([2, 0, 1]), torch.tensor([[2, 3, 4], [5, 6, 0], [1, 2, 3]]), 8)
     assert laid.first_rows.tolist() == [0, 3, 4]
     assert laid.owners.tolist() == [0, 0, 0, 1, 2, 2, 3, 3]
@@ -134,7 +134,7 @@ def test_a_round_never_verifies_more_than_the_request_has_room_for(left, length)
     assert laid.owners.tolist() == [0] * (length + 1) + [1] * (3 - length)
 
 
-def test_budget_beyond_what_the_rounds_have_room_for_leaves_rows_to_nobody():
+def test_a_total_above_the_limits_of_the_rounds_leaves_padding_rows():
     device = Device()
     device.place(1, num_tokens=10, num_tokens_max=12, confidences=[1.0, 1.0, 1.0])
     device.place(2, num_tokens=10, num_tokens_max=11, confidences=[1.0, 1.0, 1.0])
@@ -164,7 +164,7 @@ def test_a_smaller_budget_goes_to_the_likeliest_drafts(confidences, num_drafts, 
     assert (laid.owners < 2).all(), "the budget is spent in full"
 
 
-def test_rounds_of_nobody_stay_at_the_beginning():
+def test_padding_rounds_stay_at_the_first_position():
     """Padding rounds need only one page, whatever earlier steps have written into slot 0."""
     device = Device()
     device.place(0, num_tokens=5000, num_tokens_max=9000, confidences=[1.0, 1.0, 1.0])
@@ -236,7 +236,7 @@ def test_best_tokens_come_from_the_row_of_each_token_and_as_many_as_the_greedies
 
 
 @pytest.mark.parametrize("mode", ["coupled", "argmax", "sampled"])
-def test_rows_of_nobody_change_nothing(mode, seed):
+def test_padding_rows_change_nothing(mode, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, VOCAB, generator=generator)
     drawn_from = torch.randn(NUM_SLOTS, 3, VOCAB, generator=generator)
@@ -340,7 +340,7 @@ def test_the_drafter_remembers_accepted_tokens_and_never_the_new_anchor():
     assert all(position == last[slot] + 1 for slot, _, position, _ in device.drafter.asked)
 
 
-def test_drafts_come_behind_prompts_and_behind_answers_that_are_resumed():
+def test_drafts_follow_prompts_and_resumed_answers():
     device = Device(drafter=FakeDrafter(ids=[[2, 3, 4], [5, 6, 0]], confidences=[[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]))
     for slot in (1, 2, 3):
         device.table.write(slot, GREEDY, 100)

@@ -64,7 +64,7 @@ def test_drafts_that_are_right_beyond_the_last_token_are_not_verified(limit):
         plan, result = core.last_step or (StepPlan(chunks=()), None)
         for each in plan.rounds:
             name, num_drafts = each.request_id, result.sampled[each.request_id].num_drafts
-            assert num_drafts == 0 or num_tokens[name] + num_drafts < ends[name], f"{name} was verified behind its end"
+            assert num_drafts == 0 or num_tokens[name] + num_drafts < ends[name], f"{name} was verified after its end"
             num_cut += num_drafts < each.max_drafts
         for name, sampled in ({} if result is None else result.sampled).items():
             num_tokens[name] += len(sampled.token_ids)

@@ -214,7 +214,7 @@ def test_pages_get_what_choosing_tokens_leaves(monkeypatch):
     assert abs((small - big) * layout.page_bytes - per_request) <= 2 * layout.page_bytes
     assert pages(max_num_seqs=512, draft_sampling="sampled") < big
     says = (
-        r"no memory is left for pages: of 26\.1 GiB behind the weights, choosing tokens takes \d+\.\d GiB and 20 state slots "
+        r"no memory is left for pages: the weights leave 26\.1 GiB, choosing tokens takes \d+\.\d GiB and 20 state slots take "
         r"0\.1 GiB; lower max_num_seqs=4096 or num_drafts=5, or raise gpu_memory_utilization=0\.9$"
     )
     with pytest.raises(ConfigError, match=says):
