@@ -94,7 +94,7 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
     Source: the published preprocessing; ``min_pixels``, ``max_image_tokens``, ``max_wh_ratio`` of ``vision_config``.
     """
     if width < 1 or height < 1:
-        raise RequestError(f"image of {width} x {height} pixels has no content; send a picture of at least 1 x 1")
+        raise RequestError(f"image of {width} x {height} pixels has no content; send an image of at least 1 x 1")
     patch, cell = config.patch_size, config.patch_size * config.downsample_ratio
     w: float = width
     h: float = height

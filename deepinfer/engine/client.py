@@ -115,7 +115,7 @@ class AsyncEngineClient:
 
     def __init__(self) -> None:
         """Do not call this; use :meth:`start`."""
-        self._link = Link(self._handle, self._bury)
+        self._link = Link(self._handle, self._core_ended)
         weakref.finalize(self, self._link.release)
         self._numbers = itertools.count(1)
         self._streams: dict[int, _Stream] = {}
@@ -279,7 +279,7 @@ class AsyncEngineClient:
         self._link.call(self._fail, StepFailed("the engine was closed"))
         await self._link.give_back()
 
-    def _bury(self) -> None:
+    def _core_ended(self) -> None:
         """The process has ended and all its messages have arrived: fail all open streams and calls."""
         self._fail(self._link.error)
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Life:
+class _RequestTimes:
     """An unfinished request; times in seconds of one clock.
 
     Attributes:
@@ -63,13 +63,15 @@ class Observer:
         self.metrics = Metrics()
         self._stats = stats
         self._log_every = log_every
-        self._lives: dict[str, _Life] = {}
+        self._times: dict[str, _RequestTimes] = {}
         self._window = _Window()
         self._before = stats()
 
     def arrived(self, request: Request, now: float) -> None:
         """The engine has admitted a request."""
-        self._lives[request.request_id] = _Life(arrived=now, num_prompt=len(request.prompt_token_ids), num_open=request.params.n)
+        self._times[request.request_id] = _RequestTimes(
+            arrived=now, num_prompt=len(request.prompt_token_ids), num_open=request.params.n
+        )
         self.metrics.observe("request_params_max_tokens", request.params.max_tokens)
 
     def refused(self, error: Exception) -> None:
@@ -79,7 +81,7 @@ class Observer:
     def aborted(self, request_ids: Iterable[str]) -> None:
         """Requests were aborted; unknown ids are ignored."""
         for request_id in request_ids:
-            if self._lives.pop(request_id, None) is not None:
+            if self._times.pop(request_id, None) is not None:
                 self.metrics.add("request_success", label=FinishReason.ABORT)
                 self._window.aborted += 1
 
@@ -92,25 +94,25 @@ class Observer:
         latencies: Counter[float] = Counter()
         num_tokens = num_verified = 0
         for output in outputs:
-            life = self._lives.get(output.request_id)
-            if life is None:
+            times = self._times.get(output.request_id)
+            if times is None:
                 continue
             if output.token_id is not None:
                 num_tokens += 1
                 num_verified += output.draft_tok
-                last = life.lasts.get(output.sample_idx)
+                last = times.lasts.get(output.sample_idx)
                 if last is not None:
                     latencies[now - last] += 1
                 else:
-                    life.firsts[output.sample_idx] = now
+                    times.firsts[output.sample_idx] = now
                     window.prompt_ends += 1
-                    if life.first is None:
-                        self._first_token(life, now)
-                life.lasts[output.sample_idx] = now
+                    if times.first is None:
+                        self._first_token(times, now)
+                times.lasts[output.sample_idx] = now
             if output.finished:
-                self._finished(output, life, now)
-        for latency, times in latencies.items():
-            metrics.observe("inter_token_latency_seconds", latency, times=times)
+                self._finished(output, times, now)
+        for latency, count in latencies.items():
+            metrics.observe("inter_token_latency_seconds", latency, times=count)
         metrics.add("generation_tokens", num_tokens)
         metrics.observe("step_time_seconds", seconds)
         metrics.observe("iteration_tokens_total", num_tokens)
@@ -127,28 +129,28 @@ class Observer:
         self._take_over(self._stats())
         return self.metrics.snapshot()
 
-    def _first_token(self, life: _Life, now: float) -> None:
-        life.first = now
-        self.metrics.observe("time_to_first_token_seconds", now - life.arrived)
-        self.metrics.add("prompt_tokens", life.num_prompt)
+    def _first_token(self, times: _RequestTimes, now: float) -> None:
+        times.first = now
+        self.metrics.observe("time_to_first_token_seconds", now - times.arrived)
+        self.metrics.add("prompt_tokens", times.num_prompt)
         self._window.first_tokens += 1
-        self._window.first_token_s += now - life.arrived
+        self._window.first_token_s += now - times.arrived
 
-    def _finished(self, output: RequestOutput, life: _Life, now: float) -> None:
+    def _finished(self, output: RequestOutput, times: _RequestTimes, now: float) -> None:
         """An answer has ended; the request ends with its last answer."""
         metrics = self.metrics
-        life.num_output += output.num_output_tokens
-        life.num_open -= 1
-        first = life.firsts.get(output.sample_idx)
+        times.num_output += output.num_output_tokens
+        times.num_open -= 1
+        first = times.firsts.get(output.sample_idx)
         if first is not None and output.num_output_tokens > 1:
             metrics.observe("request_time_per_output_token_seconds", (now - first) / (output.num_output_tokens - 1))
-        metrics.observe("e2e_request_latency_seconds", now - life.arrived)
-        if life.num_open:
+        metrics.observe("e2e_request_latency_seconds", now - times.arrived)
+        if times.num_open:
             return
-        del self._lives[output.request_id]
+        del self._times[output.request_id]
         metrics.add("request_success", label=output.finish_reason or "")
-        metrics.observe("request_prompt_tokens", life.num_prompt)
-        metrics.observe("request_generation_tokens", life.num_output)
+        metrics.observe("request_prompt_tokens", times.num_prompt)
+        metrics.observe("request_generation_tokens", times.num_output)
 
     def _take_over(self, stats: SchedulerStats) -> None:
         """Copy the scheduler's counts into the metrics."""
