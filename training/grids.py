@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from deepinfer.model.weights import Storage
+from deepinfer.model.checkpoint.table import Storage
 from deepinfer.ops import quant
 from deepinfer.ops.arithmetic import accumulation_dtype
 

@@ -3,7 +3,7 @@
 ``layers.3.attn.wq_a.weight`` and its sisters of the other layers are one parameter ``layers.*.attn.wq_a.weight`` [12, out, in].
 Stacks make the optimiser's products and the rounding a few large calls instead of thousands of small ones.
 
-Invariant: :meth:`Masters.read` and :meth:`Masters.stored` follow :func:`~deepinfer.model.weights.tensor_table`, so the names,
+Invariant: :meth:`Masters.read` and :meth:`Masters.stored` follow :func:`~deepinfer.model.checkpoint.table.tensor_table`, so the names,
 shapes and formats are those of the published checkpoint.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer.config import ModelConfig
-from deepinfer.model.weights import TORCH_DTYPES, Storage, TensorSpec, tensor_table
+from deepinfer.model.checkpoint.table import TORCH_DTYPES, Storage, TensorSpec, tensor_table
 from deepinfer.ops import quant
 from training.grids import RoundWeight
 
