@@ -3,8 +3,8 @@
 ``layers.3.attn.wq_a.weight`` and its sisters of the other layers are one parameter ``layers.*.attn.wq_a.weight`` [12, out, in].
 Stacks make the optimiser's products and the rounding a few large calls instead of thousands of small ones.
 
-Invariant: :meth:`Masters.read` and :meth:`Masters.stored` follow :func:`~deepinfer.model.checkpoint.table.tensor_table`, so the names,
-shapes and formats are those of the published checkpoint.
+Invariant: :meth:`Masters.read` and :meth:`Masters.stored` follow :func:`~deepinfer.model.checkpoint.table.tensor_table`.  Names,
+shapes and formats are therefore those of the published checkpoint.
 """
 
 from __future__ import annotations
@@ -135,17 +135,23 @@ class Masters(nn.Module):
         for name, value in self.values.items():
             yield name.replace(",", "."), value
 
+    @torch.no_grad()
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Take values by kind."""
+        for kind, value in self.named():
+            value.copy_(values[kind])
+
+    @torch.no_grad()
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values of a checkpoint's tensors, which are named and stored as published."""
-        with torch.no_grad():
-            for kind, value in self.named():
-                stack = self.stacks[kind]
-                for part, spec in zip(stack.split(value), stack.specs, strict=True):
-                    stored = tensors[spec.name]
-                    if spec.storage in _UNPACK:
-                        scale = tensors[spec.name.removesuffix("weight") + "scale"]
-                        stored = _UNPACK[spec.storage](stored, scale, part.dtype)
-                    part.copy_(stored)
+        for kind, value in self.named():
+            stack = self.stacks[kind]
+            for part, spec in zip(stack.split(value), stack.specs, strict=True):
+                stored = tensors[spec.name]
+                if spec.storage in _UNPACK:
+                    scale = tensors[spec.name.removesuffix("weight") + "scale"]
+                    stored = _UNPACK[spec.storage](stored, scale, part.dtype)
+                part.copy_(stored)
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all tensors as a checkpoint stores them, on the CPU."""
