@@ -26,12 +26,12 @@ class Store(NamedTuple):
     Attributes:
         ratio: tokens of an entry.
         main: [batch, num_entries, head_dim] on the grid of main entries.
-        index: [batch, num_entries, index_head_dim] on the MXFP4 grid.
+        index_keys: [batch, num_entries, index_head_dim] on the MXFP4 grid.
     """
 
     ratio: int
     main: Tensor
-    index: Tensor
+    index_keys: Tensor
 
 
 class IndexQuery(NamedTuple):
@@ -47,7 +47,7 @@ class IndexQuery(NamedTuple):
 
 
 @region
-def queries_and_keys(
+def _queries_and_keys(
     x8: Tensor,
     wq_a: Tensor,
     q_norm: Tensor,
@@ -58,16 +58,28 @@ def queries_and_keys(
     num_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projections of the input ``x8`` [num_tokens, hidden] on the MXFP8 grid.
+    q_latent8 = round_mxfp8(rms_norm(F.linear(x8, wq_a), q_norm, eps))
+    keys = window_records(x8, wkv, kv_norm, rotation, eps)
+    return rotate(F.linear(q_latent8, wq_b).unflatten(1, (num_heads, -1)), rotation), keys, q_latent8
+
+
+def project(
+    x8: Tensor, weights: Mapping[str, Tensor], rotation: Rotation, num_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and window keys.
+
+    Args:
+        x8: [num_tokens, hidden] input on the MXFP8 grid.
+        weights: by names behind ``attn.``.
+        rotation: of the tokens.
 
     Returns:
         q: [num_tokens, num_heads, head_dim] rotated.
         keys: [num_tokens, head_dim] window records.
         q_latent8: [num_tokens, q_lora_rank] on the MXFP8 grid.
     """
-    q_latent8 = round_mxfp8(rms_norm(F.linear(x8, wq_a), q_norm, eps))
-    keys = window_records(x8, wkv, kv_norm, rotation, eps)
-    return rotate(F.linear(q_latent8, wq_b).unflatten(1, (num_heads, -1)), rotation), keys, q_latent8
+    wq_a, q_norm, wq_b, wkv, kv_norm = (weights[f"{name}.weight"] for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm"))
+    return _queries_and_keys(x8, wq_a, q_norm, wq_b, wkv, kv_norm, rotation, num_heads, eps)
 
 
 def window_records(x8: Tensor, wkv: Tensor, kv_norm: Tensor, rotation: Rotation, eps: float) -> Tensor:
@@ -104,8 +116,8 @@ def compress(x: Tensor, weights: Mapping[str, Tensor], ratio: int, rotation: Rot
         rotation,
         eps,
     )
-    main, index = (each.unflatten(0, (batch, -1)) for each in (round_main(latent), round_mxfp4(key)))
-    return Store(ratio, main, index)
+    main, index_keys = (each.unflatten(0, (batch, -1)) for each in (round_main(latent), round_mxfp4(key)))
+    return Store(ratio, main, index_keys)
 
 
 @region
@@ -119,9 +131,8 @@ def _index_query(
 
 def index_query(q_latent8: Tensor, x: Tensor, weights: Mapping[str, Tensor], rotation: Rotation, batch: int) -> IndexQuery:
     """What the layer's indexer asks; its gradients stay in the indexer's own weights."""
-    names = ("indexer.wq_b.weight", "indexer.weights_proj.weight")
-    wide = rotation.cos.dtype
-    q, head_weights = _index_query(q_latent8.detach(), x.detach(), *(weights[name] for name in names), rotation, wide)
+    wq_b, weights_proj = weights["indexer.wq_b.weight"], weights["indexer.weights_proj.weight"]
+    q, head_weights = _index_query(q_latent8.detach(), x.detach(), wq_b, weights_proj, rotation, rotation.cos.dtype)
     return IndexQuery(round_mxfp4(q).unflatten(0, (batch, -1)), head_weights.unflatten(0, (batch, -1)))
 
 
@@ -214,6 +225,6 @@ def index_loss(
         counts = is_open.any(-1) & (packed.positions.gather(1, places) >= 0)
     index = places.view(*places.shape, 1, 1).expand(-1, -1, *query.q.shape[2:])
     weights = query.weights.gather(1, index[..., 0].expand(-1, -1, query.weights.shape[-1]))
-    values = scores(query.q.gather(1, index), weights, store.index).masked_fill(~is_open, -1e9)
+    values = scores(query.q.gather(1, index), weights, store.index_keys).masked_fill(~is_open, -1e9)
     divergence = torch.xlogy(target, target).sum(-1) - (target * torch.log_softmax(values, dim=-1)).sum(-1)
     return (divergence * counts).sum() / counts.sum().clamp_min(1)

@@ -168,8 +168,7 @@ class Twin:
             attn = weights.attention(layer)
             ratio = config.ratio(layer)
             rotation = scaled if ratio else plain
-            projections = (attn[f"{name}.weight"] for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm"))
-            q, keys, q_latent8 = attention.queries_and_keys(x8, *projections, rotation, config.num_attention_heads, eps)
+            q, keys, q_latent8 = attention.project(x8, attn, rotation, config.num_attention_heads, eps)
             if layer in config.kv_source_layer_ids:
                 first = Rotation(*(each.unflatten(0, (-1, ratio))[:, 0] for each in scaled))
                 store = attention.compress(x, attn, ratio, first, batch, eps)
@@ -215,7 +214,7 @@ class Twin:
     ) -> tuple[Tensor, Tensor | None]:
         """Entries that each query reads, and the candidates from the candidate layer on."""
         config = self.config
-        values = choice.visible_scores(query.q, query.weights, store.index, packed, store.ratio)
+        values = choice.visible_scores(query.q, query.weights, store.index_keys, packed, store.ratio)
         if layer == config.candidate_source_layer_id:
             sizes = (config.candidate_topk_blocks, config.candidate_block_size)
             candidates = choice.candidates(values, store.ratio, *sizes)
@@ -237,7 +236,7 @@ def feed_forward(x: Tensor, x8: Tensor, own: dict[str, Tensor], top_k: int, conf
     limit = config.swiglu_limit
     bias = own["ffn.gate.bias"]
     expert_ids, shares = experts.route(x, own["ffn.gate.weight"], bias, top_k, config.routed_scaling_factor)
-    routed = [own[f"ffn.experts.*.{name}.weight"] for name in ("w1", "w3", "w2")]
-    total, load = experts.routed(x8, expert_ids, shares, *routed, limit)
-    shared = [own[f"ffn.shared_experts.{name}.weight"] for name in ("w1", "w3", "w2")]
-    return (total + experts.shared_expert(x8, *shared, limit, bias.dtype)).to(x.dtype), load
+    w1, w3, w2 = (own[f"ffn.experts.*.{name}.weight"] for name in ("w1", "w3", "w2"))
+    total, load = experts.routed(x8, expert_ids, shares, w1, w3, w2, limit)
+    w1, w3, w2 = (own[f"ffn.shared_experts.{name}.weight"] for name in ("w1", "w3", "w2"))
+    return (total + experts.shared_expert(x8, w1, w3, w2, limit, bias.dtype)).to(x.dtype), load
