@@ -105,5 +105,6 @@ def test_every_dependency_has_its_reason():
         *itertools.chain.from_iterable(PROJECT["project"]["optional-dependencies"].values()),
     ]
     for requirement in wanted:
-        (line,) = [line for line in lines if f'"{requirement}"' in line]
-        assert "#" in line, requirement
+        found = [line for line in lines if f'"{requirement}"' in line]
+        assert found, requirement
+        assert all("#" in line for line in found), requirement

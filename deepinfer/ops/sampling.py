@@ -369,7 +369,7 @@ def penalise(
     Logits of a row with neutral values keep their bits, and so do logits of tokens that do not occur.
 
     Args:
-        logits: [n, vocab], any float type; -inf stays -inf.
+        logits: [n, vocab], any float type; -inf stays -inf, and finite logits stay finite.
         output_counts: [n, vocab] int32, how often each token occurs in the output *at this row*: at the row of draft j, drafts
             up to j count as output.
         prompt_seen: [n, vocab] bool, whether each token occurs in the prompt.
@@ -387,8 +387,11 @@ def penalise(
     repetition, frequency, presence = (each.to(dtype).unsqueeze(1) for each in (repetition, frequency, presence))
     is_output = output_counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(is_output | prompt_seen, repeated, logits)
-    return torch.where(is_output, logits - output_counts.to(dtype) * frequency - presence, logits)
+    repeated = torch.where(is_output | prompt_seen, repeated, logits)
+    penalised = torch.where(is_output, repeated - output_counts.to(dtype) * frequency - presence, repeated)
+    # A product may overflow.  The only allowed token must stay better than the tokens that a mask excludes.
+    most = torch.finfo(dtype).max
+    return torch.where(logits.isinf(), penalised, penalised.clamp(-most, most))
 
 
 def _sampled(logits: Tensor, rows: SamplingRows, positions: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:

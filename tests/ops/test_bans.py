@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.engine.prompt import check_params
@@ -61,6 +61,12 @@ def may_be(params, forbidden):
 
 
 @settings(max_examples=75)
+@example(  # the penalty of the only allowed token overflows
+    (SamplingParams(temperature=0.0, repetition_penalty=1000.0, allowed_token_ids=[2], seq_seed=0), ()),
+    [[-3e38] * VOCAB] * 3,
+    [-1, -1],
+    False,
+)
 @given(
     asked(),
     st.lists(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), min_size=3, max_size=3),
