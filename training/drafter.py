@@ -56,10 +56,12 @@ class Drafted:
     Attributes:
         logits: [num_blocks, width, vocab_size] with the Markov bias of the token before.
         confidences: [num_blocks, width] logits of the probability that the draft is accepted if those before it are.
+        loads: [num_stages, num_experts] int64 picks of each expert.
     """
 
     logits: Tensor
     confidences: Tensor
+    loads: Tensor
 
 
 class DrafterTwin:
@@ -104,6 +106,7 @@ class DrafterTwin:
         rotation = Rotation.at((positions[blocks.anchors].unsqueeze(1) + steps).flatten(), self._frequencies)
         embedded = F.embedding(token_ids.flatten(), self._embedding)
         streams = Streams(embedded, config.hc_mult, num_rounds=config.hc_sinkhorn_iters, hc_eps=config.hc_eps, rms_eps=eps)
+        loads = []
         for stage, record in enumerate(records):
             own, attn = weights.layers[stage], weights.attention(stage)
             _, x8 = streams.enter(weights.hyper(stage, "attn"))
@@ -112,19 +115,20 @@ class DrafterTwin:
             out = attention.attend(q.unflatten(0, (num_blocks, -1)), table, attn["attn_sink"], is_visible).flatten(0, 1)
             streams.leave(attention.projected_out(out, attn["wo_a.weight"], attn["wo_b.weight"], rotation, config.o_groups))
             x, x8 = streams.enter(weights.hyper(stage, "ffn"))
-            delta, _ = feed_forward(x, x8, own, config.dspark_num_experts_per_tok, config)
+            delta, load = feed_forward(x, x8, own, config.dspark_num_experts_per_tok, config)
             streams.leave(delta)
+            loads.append(load)
 
         last = weights.layers[-1]
         hidden = streams.collapsed()
         embed, bias = (last[f"markov_head.{name}.weight"] for name in ("embed", "head"))
         previous = F.embedding(blocks.token_ids[:, :-1].flatten(), embed)
         normed = rms_norm(hidden, last["norm.weight"], eps)
-        logits = draft_logits(normed, self._head, previous, bias, self._wide)
+        logits = _logits(normed, self._head, previous, bias, self._wide)
         features = torch.cat([hidden, previous], dim=1).to(self._wide)
         confidences = (features * last["confidence_head.proj.weight"].to(self._wide)).sum(1)
         shape = (num_blocks, width)
-        return Drafted(logits=logits.unflatten(0, shape), confidences=confidences.unflatten(0, shape))
+        return Drafted(logits=logits.unflatten(0, shape), confidences=confidences.unflatten(0, shape), loads=torch.stack(loads))
 
     def _records(self, aux: Tensor, rotation: Rotation, weights: LayerWeights) -> list[Tensor]:
         """Context rows [num_tokens, head_dim] of each stage."""
@@ -137,6 +141,6 @@ class DrafterTwin:
 
 
 @region
-def draft_logits(normed: Tensor, head: Tensor, previous: Tensor, bias: Tensor, wide: torch.dtype) -> Tensor:
+def _logits(normed: Tensor, head: Tensor, previous: Tensor, bias: Tensor, wide: torch.dtype) -> Tensor:
     """[num_rows, vocab_size] wide: of the hidden states, and of the tokens before through the Markov head."""
     return F.linear(normed.to(wide), head.to(wide)) + F.linear(previous.to(wide), bias.to(wide))

@@ -118,7 +118,7 @@ def place(expert_ids: Tensor, num_experts: int) -> Places:
     picks = torch.zeros(num_rows, dtype=torch.int64, device=flat.device).scatter_(0, sorted_rows, order)
     is_used = torch.zeros(num_rows, dtype=torch.bool, device=flat.device).scatter_(0, sorted_rows, True)
     ends = sizes.cumsum(0).int()
-    ends[-1] = num_rows  # so that every row is computed: what nobody computes may be NaN, and NaN times a weight of 0 is NaN
+    ends[-1:].fill_(num_rows)  # a row that no product writes may hold NaN, and NaN times a weight of 0 is NaN
     return Places(rows.view_as(expert_ids), picks, is_used, ends, counts)
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from training.packing import Packed, alignment
 from training.shape import nano_config
 from training.state import read_state, write_state
 from training.streams import region
-from training.twin import Outputs, Twin
+from training.twin import Twin
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Recipe:
         warm_up, decay: shares of the tokens over which the rate rises and falls.
         sparse_from: share of the tokens after which attention is sparse.
         index_queries: tokens of a sequence on which the indexers learn.
+        num_anchors: blocks of a sequence that a drafter learns on.
         balance: step of the experts' biases.
     """
 
@@ -70,6 +71,7 @@ class Recipe:
     decay: float = 0.5
     sparse_from: float = 0.8
     index_queries: int = 32
+    num_anchors: int = 128
     balance: float = 1e-3
 
     def rate_at(self, share: float) -> float:
@@ -135,6 +137,43 @@ class Program:
         return self._result
 
 
+@torch.no_grad()
+def balance(biases: Tensor, loads: Tensor, step: float) -> Tensor:
+    """Move the biases of experts towards equal loads.
+
+    Args:
+        biases: [num_layers, num_experts] fp32, changed in place.
+        loads: same shape, picks of each expert.
+        step: how far a bias moves.
+
+    Returns:
+        [] the largest load over the mean one, averaged over layers.
+    """
+    mean = loads.float().mean(1, keepdim=True)
+    biases.add_(torch.sign(mean - loads), alpha=step)
+    return (loads.amax(1) / mean.squeeze(1)).mean()
+
+
+class Steps(Protocol):
+    """What :func:`train` needs of a training.
+
+    Attributes:
+        recipe: how it goes.
+        masters: what is trained.
+        place: of the reader after the last step.
+        num_done: places trained on so far.
+    """
+
+    recipe: Recipe
+    masters: Masters
+    place: Place
+    num_done: int
+
+    def step(self, packed: Packed) -> dict[str, Tensor]:
+        """One step; what it saw, ``loss`` among it, on the device, until the next step."""
+        ...
+
+
 class Trainer:
     """A training between two steps.
 
@@ -190,17 +229,9 @@ class Trainer:
         assert outputs.index_loss is not None
         (loss + outputs.index_loss).backward()
         norm = self.optimiser.step(rate)
-        load = self._balance(outputs)
+        load = balance(self.masters[_BIAS], outputs.loads, self.recipe.balance)
         numbers = {"loss": loss, "index_loss": outputs.index_loss, "norm": norm, "load": load, "targets": count}
         return {name: each.detach() for name, each in numbers.items()}
-
-    @torch.no_grad()
-    def _balance(self, outputs: Outputs) -> Tensor:
-        """Move the biases towards equal loads; returns the largest load over the mean, averaged over layers."""
-        loads = outputs.loads.float()
-        mean = loads.mean(1, keepdim=True)
-        self.masters[_BIAS].add_(torch.sign(mean - loads), alpha=self.recipe.balance)
-        return (loads.amax(1) / mean.squeeze(1)).mean()
 
     def saved(self, *, is_compact: bool) -> dict[str, Any]:
         """The state: a compact one has bf16 weights and no momenta, half of the bytes of the masters alone."""
@@ -245,7 +276,7 @@ def evaluate(twin: Twin, shard: Shard, recipe: Recipe, *, num_batches: int) -> d
     return {kind: (total / count, int(count)) for kind, (total, count) in sorted(sums.items())}
 
 
-def train(trainer: Trainer, shard: Shard, out: Path, deadline: float, *, log_every: int) -> None:
+def train(trainer: Steps, shard: Shard, out: Path, deadline: float, *, log_every: int) -> None:
     """Step until the training or the time is over; appends to ``curve.jsonl``.
 
     Args:
@@ -265,23 +296,23 @@ def train(trainer: Trainer, shard: Shard, out: Path, deadline: float, *, log_eve
     since, before = time.monotonic(), trainer.num_done
     with (out / "curve.jsonl").open("a", encoding="utf-8") as curve:
         for number, (packed, place) in enumerate(prefetched(source, device)):
-            is_sparse = trainer.is_sparse
             seen = trainer.step(packed)
             trainer.place = place
-            if number % log_every == 0 or trainer.share >= 1:
+            is_over = trainer.num_done >= recipe.num_tokens
+            if number % log_every == 0 or is_over:
                 numbers = {name: round(float(each), 4) for name, each in seen.items()}
                 if not math.isfinite(numbers["loss"]):
                     raise FloatingPointError(f"the loss is {numbers['loss']} after {trainer.num_done} tokens; lower the rate")
                 now = time.monotonic()
                 speed = (trainer.num_done - before) / (now - since)
                 since, before = now, trainer.num_done
-                line = {"tokens": trainer.num_done, **numbers, "sparse": is_sparse, "tokens_per_s": round(speed)}
+                line = {"tokens": trainer.num_done, **numbers, "tokens_per_s": round(speed)}
                 curve.write(json.dumps(line) + "\n")
                 curve.flush()
                 log.info("%s", json.dumps(line))
                 if now >= deadline:
                     break
-            if trainer.share >= 1:
+            if is_over:
                 break
 
 

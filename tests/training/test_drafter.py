@@ -8,8 +8,10 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.ops.sampling import SamplingRows
 from tests.model.tiny import Batch, Prompt, model, new_cache, weights
 from training.drafter import Blocks, DrafterTwin
-from training.masters import DRAFTER_ROOTS, TEXT_ROOTS, Masters
+from training.masters import DRAFTER_ROOTS, TEXT_ROOTS, Masters, initial_values
 from training.packing import Packed
+from training.train import Recipe
+from training.train_drafter import DrafterTrainer
 from training.twin import Twin
 
 CONFIG = named_config("golden")
@@ -73,3 +75,15 @@ def test_blocks_have_the_drafts_and_confidences_of_the_engine(seed):
     for number, (ids, confidences) in enumerate(expected):
         assert drafted.logits[number].argmax(1).tolist() == ids.tolist()
         assert torch.allclose(drafted.confidences[number].sigmoid(), confidences, rtol=0, atol=1e-9)
+
+
+def test_the_drafter_learns_what_the_text_model_says(seed):
+    """A few steps on one batch raise the drafts that verification would accept."""
+    text = Masters(CONFIG, TEXT_ROOTS, initial_values(CONFIG, 0))
+    recipe = Recipe(num_tokens=12 * 256, batch=2, length=128, num_anchors=16, warm_up=0.04, decay=0.96)
+    trainer = DrafterTrainer(Twin(text, COMPRESSION, torch.float32), recipe)
+    rng = np.random.default_rng(seed)
+    packed = Packed(torch.from_numpy(rng.integers(0, 250, (2, 128))), torch.arange(128).expand(2, -1))
+    seen = [trainer.step(packed) for _ in range(12)]
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    assert seen[-1]["accepted_length"] > seen[0]["accepted_length"] > 1
