@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from training.grids import round_mxfp8
+from training.grids import Context, round_mxfp8
 from training.streams import region
 
 _GROUP_ALIGN = 8
@@ -41,12 +40,12 @@ class _Spread(torch.autograd.Function):
     """Rows of tokens to rows of picks; the gradient is a sum of gathered rows, without atomic additions."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         return x[tokens]
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         return gradients[0][rows].sum(1), None, None
 
@@ -58,7 +57,7 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, parts: Tensor, tokens: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
+    def forward(ctx: Context, parts: Tensor, tokens: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.dtype = parts.dtype
         total = parts[rows[:, 0]].to(wide)
@@ -67,7 +66,7 @@ class _Gather(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (tokens,) = ctx.saved_tensors
         return gradients[0].to(ctx.dtype)[tokens], None, None, None
 

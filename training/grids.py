@@ -8,24 +8,27 @@ Place in the flow: :mod:`training.masters` rounds weights, the modules of :mod:`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from deepinfer.model.checkpoint.table import Storage
 from deepinfer.ops import quant
 from deepinfer.ops.arithmetic import accumulation_dtype
 
+Context: TypeAlias = Any
+"""What torch hands to a function with a gradient; it has no type for the attributes that such a function keeps in it."""
+
 
 def _straight_through(rounder: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     class Through(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        def forward(ctx: Context, x: Tensor) -> Tensor:
             return rounder(x)
 
         @staticmethod
-        def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
+        def backward(ctx: Context, *gradients: Tensor) -> Tensor:
             return gradients[0]
 
     def apply(x: Tensor) -> Tensor:
@@ -71,12 +74,12 @@ class RoundWeight(torch.autograd.Function):
     """:func:`stored_values` with the straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, master: Tensor, storage: Storage, is_bf16: bool, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Context, master: Tensor, storage: Storage, is_bf16: bool, dtype: torch.dtype) -> Tensor:
         """See :func:`stored_values`."""
         ctx.dtype = master.dtype
         return stored_values(master, storage, is_bf16=is_bf16, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient in the dtype of the master."""
         return gradients[0].to(ctx.dtype), None, None, None

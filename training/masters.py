@@ -72,9 +72,9 @@ class Stack:
 
     def split(self, stacked: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the stack, in order."""
-        if len(set(self.shapes)) > 1:
-            return stacked.split([shape[0] for shape in self.shapes])
-        return stacked.unbind()
+        is_ragged = len(set(self.shapes)) > 1
+        parts: tuple[Tensor, ...] = stacked.split([shape[0] for shape in self.shapes]) if is_ragged else stacked.unbind()
+        return parts
 
 
 def stacks(config: ModelConfig, roots: tuple[str, ...]) -> dict[str, Stack]:

@@ -42,7 +42,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     for _ in range(_NUM_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+    result: Tensor = x.mT if is_tall else x
+    return result
 
 
 class Optimiser:
@@ -95,7 +96,7 @@ class Optimiser:
             [] norm of the gradients before shortening.
         """
         gradients = {kind: value.grad for kind, value in self._masters.named() if value.grad is not None}
-        norm = torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients.values()]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients.values()]))
         torch._foreach_mul_(list(gradients.values()), (self._max_norm / (norm + 1e-6)).clamp_max(1.0))
         self.num_steps += 1
         for kind, gradient in gradients.items():

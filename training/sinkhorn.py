@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+
+from training.grids import Context
 
 try:
     import triton
@@ -96,7 +97,7 @@ class _OnGpu(torch.autograd.Function):
     """The kernels as a function with a gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, num_rounds: int, eps: float) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, num_rounds: int, eps: float) -> Tensor:
         logits = logits.contiguous()
         num_tokens, n, _ = logits.shape
         comb = torch.empty_like(logits)
@@ -108,7 +109,7 @@ class _OnGpu(torch.autograd.Function):
         return comb
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
         comb, sums = ctx.saved_tensors
         num_rounds, eps = ctx.passes
         num_tokens, n, _ = comb.shape

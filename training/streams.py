@@ -228,4 +228,5 @@ def gated(kv: Tensor, streams: Tensor, q_weight: Tensor, k_weight: Tensor, eps: 
     scales = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
     d = hidden**-0.5 * (x * q_weight * k_weight * keys).sum(-1) * scales
     gate = torch.sigmoid(torch.sign(d) * torch.sqrt(d.abs().clamp_min(1e-6)))
-    return (x + gate.unsqueeze(-1) * value).to(streams.dtype)
+    result: Tensor = (x + gate.unsqueeze(-1) * value).to(streams.dtype)
+    return result

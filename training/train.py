@@ -91,15 +91,20 @@ def prefetched(source: Iterator[tuple[Packed, Place]], device: torch.device) -> 
 
     def make() -> None:
         for packed, place in source:
-            parts = (packed.token_ids, packed.positions)
             if device.type == "cuda":
-                parts = tuple(each.pin_memory() for each in parts)
-            ready.put((Packed(*parts), place))
+                packed = Packed(packed.token_ids.pin_memory(), packed.positions.pin_memory())
+            ready.put((packed, place))
 
     threading.Thread(target=make, daemon=True).start()
     while True:
         packed, place = ready.get()
         yield Packed(*(each.to(device, non_blocking=True) for each in (packed.token_ids, packed.positions))), place
+
+
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all warm-ups: the allocator keeps memory for each stream apart."""
+    return torch.cuda.Stream()
 
 
 class Program:
@@ -120,7 +125,7 @@ class Program:
             return self._body(*args)
         self._calls += 1
         if self._calls <= _WARM_UP_CALLS:
-            side = torch.cuda.Stream()  # as recording does, so that all that is made on first use is made for it
+            side = _side_stream()  # recording uses one too, and what is made on first use must be made for such a stream
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 result = self._body(*args)
