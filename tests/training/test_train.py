@@ -8,6 +8,7 @@ import torch
 
 from deepinfer.config import named_config
 from deepinfer.model.checkpoint.reader import read_checkpoint
+from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from tests.model.tiny import Prompt, whole
 from training.data import Place, Shard, batches
@@ -16,6 +17,7 @@ from training.optimiser import orthogonal
 from training.packing import alignment
 from training.state import read_state, write_state
 from training.train import Recipe, Trainer, train
+from training.train_drafter import draft_masters
 
 CONFIG = named_config("golden")
 COMPRESSION = torch.arange(CONFIG.vocab_size) % CONFIG.engram_compressed_vocab_size
@@ -62,8 +64,13 @@ def test_the_engine_reads_what_was_trained(shard, tmp_path):
     train(trained, shard, tmp_path, time.monotonic() + 60, log_every=5)
     assert trained.share >= 1
     assert len((tmp_path / "curve.jsonl").read_text().splitlines()) >= 3
-    export(tmp_path / "model", CONFIG, [trained.masters])
-    engine = Flash(CONFIG, read_checkpoint(tmp_path / "model", CONFIG, progress=False), COMPRESSION, device=torch.device("cpu"))
+    export(tmp_path / "model", CONFIG, [trained.masters, draft_masters(trained.masters, 0)])
+    tensors = read_checkpoint(tmp_path / "model", CONFIG, progress=False)
+    engine = Flash(CONFIG, tensors, COMPRESSION, device=torch.device("cpu"))
+    drafter = Drafter(engine, tensors)
+    assert engine.taken | drafter.taken == {
+        name for name in tensors if name.startswith(("embed", "head", "norm", "layers", "mtp"))
+    }
     batch, _ = next(batches(shard, Place(), size=1, length=64, align=alignment(CONFIG), pad_id=2, seed=1))
     with torch.no_grad():
         weights = trained.twin.weights()
