@@ -95,7 +95,7 @@ _num_drafts = click.option(
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
-            click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano."),
+            click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random."),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option("--max-model-len", type=int, default=4096, show_default=True, help="Prompt plus output tokens."),
             click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Most requests that run at once."),
@@ -226,9 +226,9 @@ def _read(path: Path) -> str:
         raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
-def _say_what_nano_is(model: str) -> None:
-    if model == "nano":
-        _remark("nano is a small model with random weights: its text means nothing, it only shows that the engine works.")
+def _say_what_random_is(model: str) -> None:
+    if model == "random":
+        _remark("random is a small model with random weights: its text has no meaning.")
 
 
 def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
 
     assert prompt is not None, "one source was given"
     params = SamplingParams(**sampling)
-    _say_what_nano_is(engine["model"])
+    _say_what_random_is(engine["model"])
     llm = LLM(**engine)
     decoders = [llm.get_tokenizer().stream() for _ in range(params.n)]
     texts = [""] * params.n
@@ -284,7 +284,7 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
     from deepinfer.model.progress import progress_bar
     from deepinfer.tokenizer import Tokenizer
 
-    _say_what_nano_is(engine["model"])
+    _say_what_random_is(engine["model"])
     model_dir = model_directory(engine["model"])
     reader = PromptReader(EngineArgs.from_keywords(**engine), load_config(model_dir), Tokenizer.from_dir(model_dir))
     ids = jsonl.token_ids(prompts, lines, reader)
@@ -320,22 +320,24 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
 )
 @click.option("--gpu-gib", type=click.FloatRange(1), default=139.0, show_default=True, help="Usable memory of a GPU, GiB.")
 def inspect(model: str, requests: int, context: int | None, gpu_gib: float) -> None:
-    """Show parameters, bytes and memory of MODEL: full, nano, golden or a checkpoint directory.
+    """Show parameters, bytes and memory of MODEL: full, golden, random, nano or a checkpoint directory.
 
     For a directory the headers of all shards are checked first.  No weights are loaded.
     """
     from deepinfer.config import load_config, named_config
+    from deepinfer.engine.builtin import NANO_DIRECTORY
     from deepinfer.model.inventory import render_directory, render_inventory, verify_directory
 
     found = ""
-    if model in ("full", "nano", "golden"):
+    directory = NANO_DIRECTORY if model == "nano" else Path(model)
+    if model in ("full", "golden", "random"):
         config = named_config(model)  # type: ignore[arg-type]
-        _say_what_nano_is(model)
-    elif os.path.isdir(model):
-        found = render_directory(verify_directory(Path(model))) + "\n\n"
-        config = load_config(Path(model))
+        _say_what_random_is(model)
+    elif os.path.isdir(directory):
+        found = render_directory(verify_directory(directory)) + "\n\n"
+        config = load_config(directory)
     else:
-        raise RequestError(f"model {model!r} is neither full, nano, golden nor a directory; give one of them")
+        raise RequestError(f"model {model!r} is neither full, golden, random, nano nor a directory; give one of them")
     tokens = min(_USUAL_CONTEXT, config.max_position_embeddings) if context is None else context
     click.echo(found + render_inventory(config, num_requests=requests, context_tokens=tokens, gpu_gib=gpu_gib))
 
@@ -346,7 +348,7 @@ def check() -> None:
 
 
 @check.command()
-@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--keep", type=click.IntRange(1), default=140, show_default=True, help="Tokens that the decoder half keeps.")
 @click.option("--max-tokens", type=click.IntRange(512), default=2048, show_default=True, help="Length of the texts of level 3.")
@@ -369,7 +371,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--prompt-tokens", type=click.IntRange(64), default=2048, show_default=True, help="Length of the prefill.")
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timed steps of each scenario.")
@@ -397,7 +399,7 @@ def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: i
 
 
 @bench.command()
-@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--requests", type=click.IntRange(2), default=64, show_default=True, help="Requests at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of each kind.")
@@ -434,7 +436,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 
 
 @bench.command()
-@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, or nano.")
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests to record.")
 @click.option("--tokens", type=click.IntRange(8), default=128, show_default=True, help="Tokens that each request generates.")

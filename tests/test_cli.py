@@ -203,7 +203,7 @@ def fake(monkeypatch):
     told = SimpleNamespace(script=[], is_loaded=False, before=lambda: None, text=ODD)
 
     class FakeLLM:
-        config = named_config("nano")
+        config = named_config("random")
 
         def __init__(self, **_engine):
             told.is_loaded = True
@@ -541,7 +541,7 @@ STREAMING = textwrap.dedent(
     IDS = TOKENIZER.encode("\u6f22\xe9 " * 500)
 
     class FakeLLM:
-        config = named_config("nano")
+        config = named_config("random")
         def __init__(self, **_): pass
         def get_tokenizer(self): return TOKENIZER
         def text_token(self, record): return record.token_id

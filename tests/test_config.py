@@ -16,7 +16,7 @@ from deepinfer.config.ranges import RANGES
 from deepinfer.errors import ConfigError
 from deepinfer.tokenizer import byte_tokenizer
 
-NAMES = ("golden", "nano", "full")
+NAMES = ("golden", "random", "full")
 
 
 def leaves(tree, prefix=""):
@@ -470,6 +470,6 @@ def test_every_field_of_the_model_is_a_key_of_the_file():
 def test_nano_counts_the_classes_of_its_tokenizer():
     classes = byte_tokenizer().compression_map()
     assert (len(classes), int(classes.max()) + 1) == (
-        named_config("nano").vocab_size,
-        named_config("nano").engram_compressed_vocab_size,
+        named_config("random").vocab_size,
+        named_config("random").engram_compressed_vocab_size,
     )

@@ -59,7 +59,7 @@ SIZE = st.one_of(st.integers(1, 100), st.integers(1, 2000), st.integers(1, 10000
 @example(100000, 1)
 @example(1, 100000)
 def test_plan_fills_whole_patches_and_never_exceeds_the_limit(width, height):
-    for config in (FULL, named_config("golden").vision, named_config("nano").vision):
+    for config in (FULL, named_config("golden").vision, named_config("random").vision):
         plan = plan_image(width, height, config)
         assert plan.span_tokens <= config.max_image_tokens
         assert plan.width == plan.patches_w * config.patch_size > 0

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def test_tables_follow_the_rule():
-    (finding,) = replay.check_tables(named_config("nano"), 140, CPU)
+    (finding,) = replay.check_tables(named_config("random"), 140, CPU)
     assert not finding.is_failure
     assert finding.cases > 100
 
@@ -20,7 +20,7 @@ def test_tables_follow_the_rule():
 def test_a_wrong_window_is_found(monkeypatch):
     right = replay._expected
     monkeypatch.setattr(replay, "_expected", lambda start, end, floor, window, mode: right(start, end, floor, window - 1, mode))
-    (finding,) = replay.check_tables(named_config("nano"), 140, CPU)
+    (finding,) = replay.check_tables(named_config("random"), 140, CPU)
     assert finding.is_failure
 
 

@@ -35,7 +35,7 @@ def nano_config(tokenizer: Tokenizer) -> ModelConfig:
     """The shape of ``nano`` with the vocabulary of ``tokenizer``."""
     return with_vocabulary(
         replace(
-            named_config("nano"),
+            named_config("random"),
             hidden_size=320,
             q_lora_rank=160,
             o_lora_rank=80,

@@ -4,10 +4,10 @@ from deepinfer.config.engine import DraftSampling, EngineArgs, cache_dir, folder
 from deepinfer.config.environment import Environment, environment
 from deepinfer.config.file import QUANT_BLOCK, check, config_json, load_config, parse_config
 from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionConfig, engram_primes
-from deepinfer.config.named import NANO_COMPRESSED_VOCAB_SIZE, named_config
+from deepinfer.config.named import RANDOM_COMPRESSED_VOCAB_SIZE, named_config
 
 __all__ = [
-    "NANO_COMPRESSED_VOCAB_SIZE",
+    "RANDOM_COMPRESSED_VOCAB_SIZE",
     "QUANT_BLOCK",
     "DraftSampling",
     "EngineArgs",

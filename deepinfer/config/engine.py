@@ -133,7 +133,7 @@ class EngineArgs:
     environment variable is the value of the variable.
 
     Attributes:
-        model: checkpoint directory, or ``nano``.
+        model: checkpoint directory, ``nano`` or ``random``.
         served_model_name: name of the model in a server's answers.
         tokenizer: directory of ``tokenizer.json``; None for the model's own.
         trust_remote_code: accepted; code of a checkpoint is never run.
@@ -290,7 +290,7 @@ class EngineArgs:
 
     def _check_values(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={_shown(self.model)} is not a name; give a checkpoint's directory, or nano")
+            raise ConfigError(f"model={_shown(self.model)} is not a name; give a checkpoint's directory, nano or random")
         for name, meaning in (("served_model_name", "name"), ("device", "device")):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={_shown(getattr(self, name))} is not a {meaning}; give a string or leave it out")
@@ -417,7 +417,7 @@ class EngineArgs:
                 near = difflib.get_close_matches(name, known, n=1)
                 raise ConfigError(f"{name} is not a setting of the engine{f'; did you mean {near[0]}?' if near else ''}")
         if "model" not in given:
-            raise ConfigError("no model was given; give a checkpoint's directory, or nano")
+            raise ConfigError("no model was given; give a checkpoint's directory, nano or random")
         return cls(**{name: value for name, value in given.items() if value is not None or name == "model"})
 
 

@@ -7,18 +7,18 @@ from typing import Literal
 from deepinfer.config.file import check
 from deepinfer.config.model import ModelConfig, RopeScaling, VisionConfig
 
-NANO_COMPRESSED_VOCAB_SIZE = 243
-"""Classes of the token-compression map (``Tokenizer.compression_map``) over the nano tokenizer's 272 tokens."""
+RANDOM_COMPRESSED_VOCAB_SIZE = 243
+"""Classes of the token-compression map (``Tokenizer.compression_map``) over the byte tokenizer's 272 tokens."""
 
 
-def named_config(name: Literal["golden", "nano", "full"]) -> ModelConfig:
+def named_config(name: Literal["golden", "random", "full"]) -> ModelConfig:
     """One of the configurations that are part of the engine, checked.
 
     * ``golden``: a small model with 12 layers, hidden size 128 and golden values.
-    * ``nano``: a small model with random weights, the default of every command.
+    * ``random``: a small model with random weights, for tests and measurements that need no text.
     * ``full``: DeepSeek-V4.1-Flash as published.  Source: its ``config.json``.
     """
-    config = {"golden": _golden, "nano": _nano, "full": _full}[name]()
+    config = {"golden": _golden, "random": _random, "full": _full}[name]()
     check(config)
     return config
 
@@ -157,7 +157,7 @@ def _golden() -> ModelConfig:
     )
 
 
-def _nano() -> ModelConfig:
+def _random() -> ModelConfig:
     return ModelConfig(
         vocab_size=272,
         hidden_size=384,
@@ -197,7 +197,7 @@ def _nano() -> ModelConfig:
         engram_n_heads=2,
         engram_head_dim=64,
         engram_vocab_size=4096,
-        engram_compressed_vocab_size=NANO_COMPRESSED_VOCAB_SIZE,
+        engram_compressed_vocab_size=RANDOM_COMPRESSED_VOCAB_SIZE,
         engram_pad_token_id=2,
         num_nextn_predict_layers=3,
         dspark_block_size=5,

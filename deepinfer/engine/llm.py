@@ -53,7 +53,7 @@ class LLM:
         """Load a model.
 
         Args:
-            model: checkpoint directory, or ``nano``.
+            model: checkpoint directory, ``nano`` or ``random``.
             tokenizer: directory of another ``tokenizer.json``.
             decode_sequence: whether :meth:`generate` returns texts instead of per-token records.
             progress: whether loading shows bars.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepinfer.config import EngineArgs, ModelConfig, config_json, folder, load_config
 from deepinfer.engine.core import EngineCore
-from deepinfer.engine.nano import nano_directory
+from deepinfer.engine.builtin import NANO_DIRECTORY, random_directory
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
@@ -59,16 +59,18 @@ class Loaded:
 
 
 def model_directory(model: str, *, progress: bool = True) -> Path:
-    """The directory that ``model`` names; the first use of ``nano`` creates its directory.
+    """The directory that ``model`` names; the first use of ``random`` creates its directory.
 
     Raises:
         ConfigError: ``model`` is neither a directory nor a known name.
     """
     if model == "nano":
-        return nano_directory(progress=progress)
+        return NANO_DIRECTORY
+    if model == "random":
+        return random_directory(progress=progress)
     path = folder("model", model)
     if not os.path.isdir(path):
-        raise ConfigError(f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, or nano")
+        raise ConfigError(f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, nano or random")
     return path
 
 

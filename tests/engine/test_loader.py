@@ -54,7 +54,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_weights_are_read(
 
 @pytest.mark.parametrize("given", [{"load_format": "dummy"}, {}])
 def test_weights_beyond_the_memory_are_refused_at_once(given, monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_json(dataclasses.replace(named_config("nano"), hidden_size=32768))))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(dataclasses.replace(named_config("random"), hidden_size=32768))))
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     monkeypatch.setattr(loader, "_build_worker", None)
     monkeypatch.setattr(loader, "_free_bytes", lambda: 8 << 30)
@@ -67,7 +67,7 @@ def test_the_system_says_how_much_memory_is_free():
 
 
 def test_the_last_id_of_the_vocabulary_can_be_banned():
-    last = named_config("nano").vocab_size - 1
+    last = named_config("random").vocab_size - 1
     with pytest.raises(ConfigError, match=f"the vocabulary ends at {last}"):
         load(EngineArgs(**SMALL, banned_token_ids=(last + 1,)), progress=False)
     load(EngineArgs(**SMALL, banned_token_ids=(last,), num_drafts=0), progress=False).core.close()
@@ -131,7 +131,7 @@ def test_a_worker_is_timed_and_left_as_it_was(seed):
 
 def planner_of(monkeypatch, **given):
     """The scheduler of an engine with these settings, and the model's configuration; the worker cannot compute."""
-    args, config = EngineArgs(**{**SMALL, "max_model_len": 1024, **given}), named_config("nano")
+    args, config = EngineArgs(**{**SMALL, "max_model_len": 1024, **given}), named_config("random")
     worker = SimpleNamespace(layout=loader._layout(args, config), num_pages=100, num_slots=10)
     monkeypatch.setattr(loader, "_build_worker", lambda *_, **__: worker)
     core = load(args, progress=False).core

@@ -87,7 +87,7 @@ def test_pages_for_tokens(num_tokens, pages):
 
 
 @given(
-    name=st.sampled_from(["golden", "nano", "full"]),
+    name=st.sampled_from(["golden", "random", "full"]),
     half_page=st.integers(1, 200),
     max_drafts=st.integers(0, 20),
     wide=st.booleans(),

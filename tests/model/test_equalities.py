@@ -107,23 +107,23 @@ NANO_TOKENS = 1100
 
 @pytest.fixture(scope="module", params=[text, text_with_images], ids=lambda make: make.__name__)
 def long_prompt(request):
-    return request.param(model("nano", exact=False), np.random.default_rng(3), NANO_TOKENS)
+    return request.param(model("random", exact=False), np.random.default_rng(3), NANO_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def long_whole(long_prompt):
-    return whole(model("nano", exact=False), long_prompt)
+    return whole(model("random", exact=False), long_prompt)
 
 
 @pytest.mark.parametrize("largest", [100, 300])
 def test_long_prompt_in_ragged_chunks_is_the_whole(long_prompt, long_whole, largest):
-    network = model("nano", exact=False)
+    network = model("random", exact=False)
     sizes = ragged(np.random.default_rng(largest), NANO_TOKENS, largest)
     assert torch.equal(in_chunks(network, long_prompt, sizes), long_whole)
 
 
 def test_long_prompt_ends_token_by_token_in_company(long_prompt, long_whole):
-    network, rng = model("nano", exact=False), np.random.default_rng(4)
+    network, rng = model("random", exact=False), np.random.default_rng(4)
     other = text(network, rng, 700)
     cache = new_cache(network, num_pages=130, num_slots=3)
     fill_with_garbage(cache, rng)
@@ -139,7 +139,7 @@ def test_long_prompt_ends_token_by_token_in_company(long_prompt, long_whole):
 
 
 def test_long_prompt_in_ragged_chunks_is_the_whole_in_fp64(device):
-    network, rng = model("nano", device, exact=True), np.random.default_rng(5)
+    network, rng = model("random", device, exact=True), np.random.default_rng(5)
     prompt = text_with_images(network, rng, NANO_TOKENS)
     found = in_chunks(network, prompt, ragged(rng, NANO_TOKENS, 500))
     assert is_equal(network, found, whole(network, prompt))
@@ -147,14 +147,14 @@ def test_long_prompt_in_ragged_chunks_is_the_whole_in_fp64(device):
 
 @pytest.mark.slow
 def test_long_prompt_token_by_token_is_the_whole(long_prompt, long_whole):
-    assert torch.equal(in_chunks(model("nano", exact=False), long_prompt, [1] * NANO_TOKENS), long_whole)
+    assert torch.equal(in_chunks(model("random", exact=False), long_prompt, [1] * NANO_TOKENS), long_whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_long_company_does_not_matter(number):
     shape = {"num_requests": 4, "num_slots": 4, "longest": 1500, "largest": 400}
-    check_crowd(model("nano", exact=False), np.random.default_rng([6, number]), **shape)
+    check_crowd(model("random", exact=False), np.random.default_rng([6, number]), **shape)
 
 
 @pytest.mark.gpu
@@ -162,7 +162,7 @@ def test_device_chooses_the_cpus_tokens():
     """Greedy text of 40 tokens after a prompt of 200, in fp64."""
     chosen = {}
     for device in ("cpu", "cuda"):
-        network = model("nano", torch.device(device), exact=True)
+        network = model("random", torch.device(device), exact=True)
         prompt = text(network, np.random.default_rng(7), 240)
         batch = Batch(network, new_cache(network, num_pages=20, num_slots=2))
         batch.add("only", prompt)

@@ -39,7 +39,7 @@ def test_scaling_leaves_fast_pairs_and_divides_slow_ones():
     assert (ratio[15:26].diff() > 0).all()
 
 
-@pytest.mark.parametrize("name", ["golden", "nano"])
+@pytest.mark.parametrize("name", ["golden", "random"])
 def test_small_models_have_a_ramp_too(name):
     config = named_config(name)
     plain = rope_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, None)

@@ -11,7 +11,7 @@ from deepinfer.ops.cases import CASES
 from tests.ops.invariance import arguments_of, bits, is_same
 
 CPU = torch.device("cpu")
-NANO = dataclasses.replace(named_config("nano"), index_topk=24)
+NANO = dataclasses.replace(named_config("random"), index_topk=24)
 TEAMS = (2, 3, 8)
 
 

@@ -15,7 +15,7 @@ from deepinfer.model.inventory import rank_memory
 from tests.model.checkpoint.files import GOLDEN, load, read_shard, rewrite, same_bits, shard_of, write_shard
 
 
-@pytest.mark.parametrize("name", ["golden", "nano"])
+@pytest.mark.parametrize("name", ["golden", "random"])
 def test_round_trip_is_bit_equal(name, tmp_path):
     config = named_config(name)
     tensors = dict(random_tensors(config, 3))
@@ -251,7 +251,7 @@ def test_all_kinds_are_reported_together(golden_dir):
 
 def test_checkpoint_of_another_configuration_is_refused(golden_dir):
     with pytest.raises(CheckpointError, match="wrong shape"):
-        load(golden_dir, named_config("nano"))
+        load(golden_dir, named_config("random"))
 
 
 def test_directory_without_shards_is_refused(tmp_path):

@@ -1,9 +1,10 @@
-"""The small model that is always at hand: made on first use in the user's cache, and made again where that was damaged.
+"""The models that every installation has: ``nano``, which is trained, and ``random``, which is not.
 
-``nano`` is a checkpoint in the published format, read like any other.  ``manifest.json`` beside its files has their sizes and
-checksums, and is written last.
+Both are checkpoints in the published format and are read like any other checkpoint.  The files of ``nano`` are data of this
+package.  ``random`` is written to the user's cache on first use, and again if its files are damaged.  ``manifest.json`` beside its
+files has their sizes and checksums, and is written last.
 
-Invariant: the directory that :func:`nano_directory` returns is as it was made.
+Invariant: the files in the directory of :func:`random_directory` are as they were written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 from deepinfer.config import ModelConfig, cache_dir, config_json, named_config
 from deepinfer.errors import ConfigError
@@ -25,23 +27,25 @@ from deepinfer.model.checkpoint.random_weights import random_tensors
 from deepinfer.model.checkpoint.writer import write_checkpoint
 from deepinfer.tokenizer import Tokenizer, byte_tokenizer
 
-NANO_SEED = 20261017
+RANDOM_SEED = 20261017
+NANO_DIRECTORY: Final = Path(__file__).parent.parent / "nano"
+"""Data of this package; a wheel carries it."""
 _MANIFEST = "manifest.json"
 _FORMAT = 2
 _CHUNK_BYTES = 1 << 20
 
 
-def nano_directory(*, progress: bool = True) -> Path:
-    """The checkpoint of ``nano``; makes it if it is not there, or not as it was made.
+def random_directory(*, progress: bool = True) -> Path:
+    """The checkpoint of ``random``; writes it if it is missing or damaged.
 
     Raises:
         ConfigError: the cache folder cannot be written; names it and the variable that chooses another.
 
     Cost: one pass over its 20 MB; some seconds to make it.
     """
-    config, tokenizer = named_config("nano"), byte_tokenizer()
-    identity = json.dumps([config_json(config), NANO_SEED, tokenizer.vocab_size, random_tensors.__doc__, _FORMAT], sort_keys=True)
-    path = cache_dir() / f"nano-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    config, tokenizer = named_config("random"), byte_tokenizer()
+    identity = json.dumps([config_json(config), RANDOM_SEED, tokenizer.vocab_size, random_tensors.__doc__, _FORMAT], sort_keys=True)
+    path = cache_dir() / f"random-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if _is_whole(path):
         return path
     try:
@@ -60,14 +64,14 @@ def nano_directory(*, progress: bool = True) -> Path:
                 _put(made, path, Path(scratch) / "damaged")
     except OSError as error:
         raise ConfigError(
-            f"nano cannot be made in {path.parent}: {error.strerror or error}; mend that folder, or set DEEPINFER_CACHE_DIR to "
+            f"the model random cannot be made in {path.parent}: {error.strerror or error}; mend that folder, or set DEEPINFER_CACHE_DIR to "
             "another with 100 MB of room"
         ) from error
     return path
 
 
 def _make(folder: Path, config: ModelConfig, tokenizer: Tokenizer, *, progress: bool) -> None:
-    write_checkpoint(folder, config, random_tensors(config, NANO_SEED), progress=progress)
+    write_checkpoint(folder, config, random_tensors(config, RANDOM_SEED), progress=progress)
     tokenizer.save(folder / "tokenizer.json")
     sums = {each.name: _size_and_sum(each) for each in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The cache of nano: it is made once, made again if it is damaged, and an error message explains if it cannot be made."""
+"""The cache of the model random: it is made once, made again if it is damaged, and an error message explains if it cannot be made."""
 
 import contextlib
 import os
@@ -9,25 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deepinfer.config import environment, named_config
-from deepinfer.engine import nano
+from deepinfer.engine import builtin
 from deepinfer.engine.loader import model_directory
 from deepinfer.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A cache with a small model instead of nano; tests copy it."""
+    """A cache with a small model instead of random; tests copy it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nano, "named_config", lambda _name: named_config("golden"))
+        patch.setattr(builtin, "named_config", lambda _name: named_config("golden"))
         patch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path_factory.mktemp("made")))
         environment.cache_clear()
-        yield nano.nano_directory(progress=False)
+        yield builtin.random_directory(progress=False)
     environment.cache_clear()
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(nano, "named_config", lambda _name: named_config("golden"))
+    monkeypatch.setattr(builtin, "named_config", lambda _name: named_config("golden"))
 
     def put(folder):
         monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(folder))
@@ -77,7 +77,7 @@ def test_what_was_damaged_is_made_again(made, cache, tmp_path, damage):
     folder = shutil.copytree(made, cache(tmp_path / "cache") / made.name)
     (tmp_path / "cache" / f".{made.name}.abc.making" / "left").mkdir(parents=True)
     damage(folder)
-    assert model_directory("nano", progress=False) == folder
+    assert model_directory("random", progress=False) == folder
     assert content(folder) == content(made)
     assert {each.name for each in folder.parent.iterdir()} == {made.name, f".{made.name}.lock"}, "nothing is left behind"
 
@@ -85,7 +85,7 @@ def test_what_was_damaged_is_made_again(made, cache, tmp_path, damage):
 def test_what_is_whole_is_only_read(made, cache, tmp_path):
     folder = shutil.copytree(made, cache(tmp_path / "cache") / made.name)
     before = {each.name: each.stat().st_mtime_ns for each in [folder, *folder.iterdir()]}
-    assert model_directory("nano") == folder
+    assert model_directory("random") == folder
     assert {each.name: each.stat().st_mtime_ns for each in [folder, *folder.iterdir()]} == before
     assert [each.name for each in folder.parent.iterdir()] == [made.name]
 
@@ -93,7 +93,7 @@ def test_what_is_whole_is_only_read(made, cache, tmp_path):
 def test_makers_at_the_same_time_do_not_disturb_each_other(made, cache, tmp_path):
     folder = cache(tmp_path / "cache") / made.name
     with ThreadPoolExecutor(4) as makers:
-        found = list(makers.map(lambda _: nano.nano_directory(progress=False), range(4)))
+        found = list(makers.map(lambda _: builtin.random_directory(progress=False), range(4)))
     assert found == [folder] * 4
     assert content(folder) == content(made)
 
@@ -112,16 +112,16 @@ def disk_of(num_bytes):
 def test_a_folder_that_cannot_be_made_is_named(cache, tmp_path, place):
     (tmp_path / "file").write_text("x")
     folder = cache(tmp_path / place)
-    with pytest.raises(ConfigError, match=rf"nano cannot be made in {folder}: .*; mend that folder, or set DEEPINFER_CACHE_DIR"):
-        model_directory("nano")
+    with pytest.raises(ConfigError, match=rf"the model random cannot be made in {folder}: .*; mend that folder, or set DEEPINFER_CACHE_DIR"):
+        model_directory("random")
 
 
 def test_a_full_disk_leaves_nothing_behind(cache, tmp_path, made):
     folder = cache(tmp_path / "cache")
-    with disk_of(200_000), pytest.raises(ConfigError, match=rf"nano cannot be made in {folder}: File too large; mend"):
-        model_directory("nano", progress=False)
+    with disk_of(200_000), pytest.raises(ConfigError, match=rf"the model random cannot be made in {folder}: File too large; mend"):
+        model_directory("random", progress=False)
     assert [each.name for each in folder.iterdir()] == [f".{made.name}.lock"]
-    assert content(model_directory("nano", progress=False)) == content(made)
+    assert content(model_directory("random", progress=False)) == content(made)
 
 
 @pytest.mark.parametrize("name", ["no/such", "x" * 5000, "a\0b", "~nobody-here/x", "\udcff\ud800"])
