@@ -40,5 +40,6 @@ test-gpu: $(READY)  ## run the tests marked gpu, with the first python that has 
 bench: $(READY)  ## measure steps of the engine
 	@$(BIN)/deepinfer bench steps
 
-demo: $(READY)  ## generate text with nano, the small model that the engine makes itself
-	$(BIN)/deepinfer generate --file examples/prompt.txt --max-tokens 64
+demo: $(READY)  ## answer a question and continue a text with nano, the small model in the package
+	$(BIN)/deepinfer chat 'What is 23 + 45?' --temperature 0
+	$(BIN)/deepinfer generate 'To install the package, ' --temperature 0 --max-tokens 32

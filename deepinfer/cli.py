@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from deepinfer import __version__
 from deepinfer.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from deepinfer.engine.llm import LLM  # loads torch
+    from deepinfer.request import SamplingParams
 
 _USUAL_CONTEXT = 131072
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -239,13 +243,18 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
     params = SamplingParams(**sampling)
     _say_what_random_is(engine["model"])
     llm = LLM(**engine)
+    _stream(llm, params, llm.prompt_ids(prompt))
+
+
+def _stream(llm: LLM, params: SamplingParams, prompt_ids: list[int]) -> str:
+    """Print the answers as they come, and their speed; returns the first answer."""
     decoders = [llm.get_tokenizer().stream() for _ in range(params.n)]
     texts = [""] * params.n
     first = now = None
     num_prompt = num_output = 0
     reasons: list[str] = []
     start = time.perf_counter()
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(None, params, prompt_token_ids=prompt_ids):
         now, number = time.perf_counter(), output.sample_idx
         first = first or now
         piece = ""
@@ -268,6 +277,36 @@ def _generate_stream(prompt: str | None, sampling: dict[str, Any], engine: dict[
         f"[prompt {num_prompt} tokens in {first - start:.2f} s ({num_prompt / (first - start):.0f} tokens/s); "
         f"output {num_output} tokens{rate}; finished by {', '.join(sorted(set(reasons)))}]"
     )
+    return texts[0]
+
+
+@main.command()
+@click.argument("text", required=False)
+@click.option("--system", default="", help="Instructions before the conversation.")
+@click.option(
+    "--effort",
+    type=click.Choice(["none", "low", "high", "max"]),
+    default="none",
+    show_default=True,
+    help="How long the model reasons before it answers.",
+)
+@_sampling_options
+@_engine_options
+def chat(text: str | None, system: str, effort: str, **options: Any) -> None:  # noqa: ANN401
+    """Answer TEXT; without TEXT hold a conversation, one message a line, until the end of the input."""
+    from deepinfer.engine.chat import EFFORTS, Message, encode, parse, render
+    from deepinfer.engine.llm import LLM
+    from deepinfer.request import SamplingParams
+
+    params = SamplingParams(**_take_sampling(options))
+    number = dict(zip(("low", "high", "max"), EFFORTS, strict=True)).get(effort)
+    _say_what_random_is(options["model"])
+    llm = LLM(**options)
+    messages = [Message("system", system)] if system else []
+    for line in [text] if text is not None else sys.stdin:
+        messages.append(Message("user", line.rstrip("\n")))
+        reply = _stream(llm, params, encode(llm.get_tokenizer(), render(messages, effort=number)))
+        messages.append(Message("assistant", parse(reply, effort=number).content))
 
 
 def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: dict[str, Any]) -> None:

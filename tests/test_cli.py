@@ -22,7 +22,7 @@ from deepinfer.errors import RequestError, StepFailed
 from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.tokenizer import byte_tokenizer
 
-FAST = ["--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "4"]
+FAST = ["--model", "random", "--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "4"]
 
 
 def run(*args):
@@ -34,7 +34,7 @@ def test_generate_streams_a_continuation():
     assert result.exit_code == 0
     assert "output 5 tokens" in result.stderr
     assert result.stdout.strip()
-    assert "nano is a small model with random weights: its text means nothing" in result.stderr
+    assert "random is a small model with random weights: its text has no meaning" in result.stderr
     assert "\r" not in result.stderr, "no bars in a log"
     assert result.stderr.count("\n") == 2
 
@@ -451,7 +451,7 @@ def test_inspect_prints_the_published_totals():
         assert number in result.stdout
 
 
-@pytest.mark.parametrize("model", ["nano", "golden", "directory"])
+@pytest.mark.parametrize("model", ["random", "golden", "directory"])
 def test_inspect_works_with_its_own_defaults(model, tmp_path):
     positions = named_config("golden" if model == "directory" else model).max_position_embeddings
     if model == "directory":
@@ -468,8 +468,9 @@ def test_inspect_works_with_its_own_defaults(model, tmp_path):
     assert f"context_tokens={positions + 1} exceeds the model's limit of {positions}" in longer.stderr
 
 
-def test_only_nano_is_said_to_have_random_weights():
-    assert "random weights" in run("inspect", "nano").stderr
+def test_only_random_is_said_to_have_random_weights():
+    assert "random weights" in run("inspect", "random").stderr
+    assert run("inspect", "nano").stderr == ""
     assert run("inspect").stderr == ""
 
 
@@ -480,7 +481,7 @@ def test_the_full_model_is_inspected_at_the_usual_context():
 def test_inspect_refuses_what_is_no_model():
     result = run("inspect", "nowhere")
     assert result.exit_code == 2
-    assert "neither full, nano, golden nor a directory" in result.stderr
+    assert "neither full, golden, random, nano nor a directory" in result.stderr
 
 
 def test_every_command_explains_itself():
@@ -599,7 +600,7 @@ def test_a_reader_that_leaves_ends_it_quietly():
     code, _, said = streamed(stdout=write)
     os.close(write)
     assert code == 141
-    assert len(said.splitlines()) == 1, "nothing but what nano is"
+    assert len(said.splitlines()) == 1, "nothing but what random is"
 
 
 @pytest.mark.parametrize("num_bytes", [300 << 20, 1000 << 20])

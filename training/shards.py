@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer.engine.chat import Mark, encode
 from deepinfer.tokenizer import Tokenizer
-from training.chat import Mark
 from training.tasks import KINDS as TASK_KINDS
 
 log = logging.getLogger(__name__)
@@ -70,17 +70,6 @@ class ShardWriter:
         counts = {"kinds": KINDS, "num_tokens": len(tokens), "num_docs": len(self.lens), "tokens_by_kind": by_kind}
         (folder / "meta.json").write_text(json.dumps(counts | meta, indent=1) + "\n", encoding="utf-8")
         log.info("%s: %d tokens in %d documents", folder, len(tokens), len(self.lens))
-
-
-def encode(tokenizer: Tokenizer, segments: Iterable[str]) -> list[int]:
-    """Ids of the segments of a conversation or of a text."""
-    ids: list[int] = []
-    for segment in segments:
-        if isinstance(segment, Mark):
-            ids.append(tokenizer.special(segment))
-        else:
-            ids += tokenizer.encode(segment)
-    return ids
 
 
 def whole(tokenizer: Tokenizer, segments: Sequence[str]) -> list[int]:

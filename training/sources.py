@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from deepinfer.engine.chat import Message, render
 from training import readers
-from training.chat import Message, render
 from training.tasks.words import DEFINITION_QUESTIONS
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepinfer.engine.chat import Mark
 from deepinfer.tokenizer import Tokenizer
-from training.chat import Mark
 from training.prepare import TASKS_SEED, make_tasks
 from training.readers import is_prose
 from training.shards import ShardWriter, describe, is_held_out, pieces, whole

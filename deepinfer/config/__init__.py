@@ -7,8 +7,8 @@ from deepinfer.config.model import LayerKind, ModelConfig, RopeScaling, VisionCo
 from deepinfer.config.named import RANDOM_COMPRESSED_VOCAB_SIZE, named_config
 
 __all__ = [
-    "RANDOM_COMPRESSED_VOCAB_SIZE",
     "QUANT_BLOCK",
+    "RANDOM_COMPRESSED_VOCAB_SIZE",
     "DraftSampling",
     "EngineArgs",
     "Environment",

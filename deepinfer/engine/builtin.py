@@ -1,8 +1,8 @@
 """The models that every installation has: ``nano``, which is trained, and ``random``, which is not.
 
 Both are checkpoints in the published format and are read like any other checkpoint.  The files of ``nano`` are data of this
-package.  ``random`` is written to the user's cache on first use, and again if its files are damaged.  ``manifest.json`` beside its
-files has their sizes and checksums, and is written last.
+package.  ``random`` is written to the user's cache on first use, and again if its files are damaged.  ``manifest.json`` beside
+its files has their sizes and checksums, and is written last.
 
 Invariant: the files in the directory of :func:`random_directory` are as they were written.
 """
@@ -44,7 +44,9 @@ def random_directory(*, progress: bool = True) -> Path:
     Cost: one pass over its 20 MB; some seconds to make it.
     """
     config, tokenizer = named_config("random"), byte_tokenizer()
-    identity = json.dumps([config_json(config), RANDOM_SEED, tokenizer.vocab_size, random_tensors.__doc__, _FORMAT], sort_keys=True)
+    identity = json.dumps(
+        [config_json(config), RANDOM_SEED, tokenizer.vocab_size, random_tensors.__doc__, _FORMAT], sort_keys=True
+    )
     path = cache_dir() / f"random-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if _is_whole(path):
         return path
@@ -64,7 +66,7 @@ def random_directory(*, progress: bool = True) -> Path:
                 _put(made, path, Path(scratch) / "damaged")
     except OSError as error:
         raise ConfigError(
-            f"the model random cannot be made in {path.parent}: {error.strerror or error}; mend that folder, or set DEEPINFER_CACHE_DIR to "
+            f"random cannot be made in {path.parent}: {error.strerror or error}; mend that folder, or set DEEPINFER_CACHE_DIR to "
             "another with 100 MB of room"
         ) from error
     return path

@@ -176,19 +176,25 @@ class LLM:
         finally:
             self._end(requests)
 
-    def stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, token by token.  Closing the iterator ends the request.  Records of ``n`` answers are interleaved.
+    def stream(
+        self,
+        prompt: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, a text or token ids, token by token.  Closing the iterator ends the request.
 
-        Several streams may be open, and :meth:`generate` may run at the same time: each gets its own records.  Errors are those
-        of :meth:`generate`; the iterator raises them too.
+        Records of ``n`` answers are interleaved.  Several streams may be open, and :meth:`generate` may run at the same time:
+        each gets its own records.  Errors are those of :meth:`generate`; the iterator raises them too.
         """
         self._engine.driver.check()
         (params,) = params_for_each(sampling_params, 1)
-        return self._stream(prompt, params)
+        return self._stream(prompt, prompt_token_ids, params)
 
-    def _stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, text: str | None, ids: Iterable[int] | None, params: SamplingParams) -> Iterator[RequestOutput]:
         self._engine.driver.check()
-        ready = self._engine.reader.of_text(prompt)
+        ready = self._engine.reader.of_text(text) if ids is None else self._engine.reader.of_ids(ids)
         request = self._request(ready, params)
         inbox = _Inbox([request])
         box = inbox.records[request.request_id]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import EngineArgs, ModelConfig, config_json, folder, load_config
-from deepinfer.engine.core import EngineCore
 from deepinfer.engine.builtin import NANO_DIRECTORY, random_directory
+from deepinfer.engine.core import EngineCore
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
@@ -70,7 +70,9 @@ def model_directory(model: str, *, progress: bool = True) -> Path:
         return random_directory(progress=progress)
     path = folder("model", model)
     if not os.path.isdir(path):
-        raise ConfigError(f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, nano or random")
+        raise ConfigError(
+            f"model {model!r} is neither a directory nor a known name; give a checkpoint's directory, nano or random"
+        )
     return path
 
 

@@ -1,4 +1,4 @@
-"""The cache of the model random: it is made once, made again if it is damaged, and an error message explains if it cannot be made."""
+"""The cache of the model random: it is made once, again if it is damaged, and an error says why it cannot be made."""
 
 import contextlib
 import os
@@ -112,13 +112,18 @@ def disk_of(num_bytes):
 def test_a_folder_that_cannot_be_made_is_named(cache, tmp_path, place):
     (tmp_path / "file").write_text("x")
     folder = cache(tmp_path / place)
-    with pytest.raises(ConfigError, match=rf"the model random cannot be made in {folder}: .*; mend that folder, or set DEEPINFER_CACHE_DIR"):
+    with pytest.raises(
+        ConfigError, match=rf"random cannot be made in {folder}: .*; mend that folder, or set DEEPINFER_CACHE_DIR"
+    ):
         model_directory("random")
 
 
 def test_a_full_disk_leaves_nothing_behind(cache, tmp_path, made):
     folder = cache(tmp_path / "cache")
-    with disk_of(200_000), pytest.raises(ConfigError, match=rf"the model random cannot be made in {folder}: File too large; mend"):
+    with (
+        disk_of(200_000),
+        pytest.raises(ConfigError, match=rf"random cannot be made in {folder}: File too large; mend"),
+    ):
         model_directory("random", progress=False)
     assert [each.name for each in folder.iterdir()] == [f".{made.name}.lock"]
     assert content(model_directory("random", progress=False)) == content(made)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.chat import EFFORTS, Call, Mark, Message, parse, render, reply_text
+from deepinfer.engine.chat import EFFORTS, Call, Mark, Message, parse, render, reply_text
 from training.prepare import make_tasks
 from training.tasks import GENERATORS, KINDS, make_task
 from training.tasks.task import follows

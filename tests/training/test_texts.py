@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("lxml", reason="lxml is not installed; install the extra `training`")
 
-from training.chat import Mark
+from deepinfer.engine.chat import Mark
 from training.prepare import make_tasks
 from training.readers import program
 from training.sources import _PORTION_CHARS, SOURCES, Corpus, Document, Source, _portions

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from training.chat import EFFORTS, Message
+from deepinfer.engine.chat import EFFORTS, Message
 from training.tasks.english import shopping, shopping_sentence
 from training.tasks.task import SYSTEM_SHARE, Task, filled
 from training.tasks.words import (

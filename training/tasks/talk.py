@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from training.chat import Message
+from deepinfer.engine.chat import Message
 from training.tasks.numbers import comparisons, dates, differences, sums
 from training.tasks.passages import stories
 from training.tasks.task import SYSTEM_SHARE, Task, contains, is_reply, same_text, simple

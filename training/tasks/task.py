@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.chat import EFFORTS, Call, Message, Reply, parse, render, reply_text
+from deepinfer.engine.chat import EFFORTS, Call, Message, Reply, parse, render, reply_text
 from training.tasks.words import SYSTEMS
 
 Check = Callable[[Reply], dict[str, bool]]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from training.chat import EFFORTS, Call, Message
+from deepinfer.engine.chat import EFFORTS, Call, Message
 from training.tasks.talk import plain_fact
 from training.tasks.task import SYSTEM_SHARE, Task, calls, contains, is_reply, last_number
 from training.tasks.words import (

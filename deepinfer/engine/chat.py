@@ -1,7 +1,7 @@
 """Conversations -> the model's prompt format, and generated text -> reasoning, answer and tool calls.
 
 Text and special tokens stay apart: :func:`render` returns segments, and a segment that is the spelling of a special token is
-that token only if it is a :class:`Mark`.  What a user writes therefore never becomes a special token.
+that token only if it is a :class:`Mark`.  A user's text therefore never becomes a special token.
 
 Source: the prompts that the vendor's encoder makes for V4.1; ``tests/training`` compares the two where that package is
 installed.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer.tokenizer import BOS, EOS
+from deepinfer.tokenizer import BOS, EOS, Tokenizer
 
 
 class Mark(str):
@@ -138,6 +138,14 @@ def render(
     if before != "assistant":
         parts += [_ASSISTANT, _THINK if effort else _END_THINK]
     return _joined(parts)
+
+
+def encode(tokenizer: Tokenizer, segments: Iterable[str]) -> list[int]:
+    """The token ids of :func:`render`'s segments."""
+    ids: list[int] = []
+    for segment in segments:
+        ids += [tokenizer.special(segment)] if isinstance(segment, Mark) else tokenizer.encode(segment)
+    return ids
 
 
 def reply_text(message: Message, *, effort: int | None) -> str:
