@@ -546,13 +546,14 @@ STREAMING = textwrap.dedent(
         def __init__(self, **_): pass
         def get_tokenizer(self): return TOKENIZER
         def text_token(self, record): return record.token_id
-        def stream(self, prompt, params):
+        def prompt_ids(self, text): return [3]
+        def stream(self, prompt, params, *, prompt_token_ids):
             for number, each in enumerate(IDS, start=1):
                 yield types.SimpleNamespace(sample_idx=0, token_id=each, finished=number == len(IDS), prompt_len=1,
                                             num_output_tokens=number, finish_reason="length")
 
     sys.modules["deepinfer.engine.llm"] = types.SimpleNamespace(LLM=FakeLLM)  # no torch, because the test is about streams
-    main(["generate", "x"])
+    main(["generate", "x", "--model", "random"])
     """
 )
 

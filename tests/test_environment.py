@@ -156,7 +156,7 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
         CUDAGRAPH_BATCH_SIZE_INTERVAL="16",
         DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL="4",
     )
-    args = EngineArgs(model="nano", max_num_seqs=500)
+    args = EngineArgs(model="random", max_num_seqs=500)
     assert (args.decoder_replay, args.decoder_replay_keep_tokens, args.asynchronous) == ("mask", 140, False)
     assert (args.state_slots_ratio, args.max_sum_keys, args.sync_guard) == (3.0, 5000, False)
     assert (args.logging_interval_steps, args.gc_interval_steps) == (11, 12)
@@ -167,29 +167,29 @@ def test_settings_take_their_defaults_from_variables_and_may_differ(variables):
     assert (args.enforce_eager, args.draft_enforce_eager) == (True, True)
     assert (args.graph_rows_interval, args.graph_requests_interval) == (16, 4)
     assert (args.banned_token_ids, args.batch_invariant) == ((5, 17), True)
-    assert EngineArgs(model="nano", decoder_replay="off").decoder_replay == "off"
-    assert EngineArgs(model="nano", num_drafts=2, max_num_seqs=2000).max_num_batched_tokens == 6000
+    assert EngineArgs(model="random", decoder_replay="off").decoder_replay == "off"
+    assert EngineArgs(model="random", num_drafts=2, max_num_seqs=2000).max_num_batched_tokens == 6000
 
 
 def test_speculation_is_on_in_full_and_repeatable_unless_asked_otherwise():
-    args = EngineArgs(model="nano")
+    args = EngineArgs(model="random")
     assert (args.num_drafts, args.adaptive_drafts, args.draft_sampling, args.max_backtracking_tokens) == (5, False, "coupled", 6)
     assert (args.draft_temperatures, args.banned_token_ids, args.decode_perf_cache_dir) == ((1.0,) * 5, (), None)
     assert not args.batch_invariant
 
 
 def test_a_temperature_for_each_draft_is_kept_in_order():
-    args = EngineArgs(model="nano", num_drafts=3, confidence_temperatures=(0.5, 1.0, 2.0))
+    args = EngineArgs(model="random", num_drafts=3, confidence_temperatures=(0.5, 1.0, 2.0))
     assert args.draft_temperatures == (0.5, 1.0, 2.0)
-    off = EngineArgs(model="nano", num_drafts=0, confidence_temperatures=(0.5, 1.0, 2.0))
+    off = EngineArgs(model="random", num_drafts=0, confidence_temperatures=(0.5, 1.0, 2.0))
     assert off.draft_temperatures == ()
 
 
 def test_more_may_be_taken_back_than_drafts_need(variables):
     variables(MAX_BACKTRACKING_TOKENS="8")
-    assert EngineArgs(model="nano").max_backtracking_tokens == 8
-    assert EngineArgs(model="nano", max_backtracking_tokens=9).max_backtracking_tokens == 9
-    assert EngineArgs(model="nano", max_backtracking_tokens=0).max_backtracking_tokens == 6
+    assert EngineArgs(model="random").max_backtracking_tokens == 8
+    assert EngineArgs(model="random", max_backtracking_tokens=9).max_backtracking_tokens == 9
+    assert EngineArgs(model="random", max_backtracking_tokens=0).max_backtracking_tokens == 6
 
 
 def test_the_cache_folder_can_be_chosen(variables, tmp_path):
@@ -225,15 +225,15 @@ ORIGINAL = {
 
 
 def test_settings_of_the_original_have_its_names_and_defaults():
-    args = EngineArgs(model="nano")
+    args = EngineArgs(model="random")
     assert {name: getattr(args, name) for name in ORIGINAL} == ORIGINAL
     unset = dict.fromkeys(ORIGINAL)
-    assert EngineArgs.from_keywords(model="nano", **unset) == args
-    assert EngineArgs.from_keywords(model="nano", data_parallel_size=0, tokens_per_block=-1, trust_remote_code=True)
+    assert EngineArgs.from_keywords(model="random", **unset) == args
+    assert EngineArgs.from_keywords(model="random", data_parallel_size=0, tokens_per_block=-1, trust_remote_code=True)
 
 
 def test_settings_survive_a_trip_through_json():
-    args = EngineArgs(model="nano", max_model_len=1000, decoder_replay="compact", decoder_replay_keep_tokens=140, seed=3)
+    args = EngineArgs(model="random", max_model_len=1000, decoder_replay="compact", decoder_replay_keep_tokens=140, seed=3)
     args = dataclasses.replace(args, confidence_temperatures=(1.0, 2.0, 3.0, 4.0, 5.0), banned_token_ids=(4, 5))
     assert EngineArgs.from_keywords(**json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
@@ -280,16 +280,16 @@ def test_settings_survive_a_trip_through_json():
 )
 def test_bad_settings_say_what_is_wrong(given, says):
     with pytest.raises(ConfigError, match=says):
-        EngineArgs.from_keywords(**{"model": "nano", **given})
+        EngineArgs.from_keywords(**{"model": "random", **given})
 
 
 def test_a_prompt_longer_than_a_step_is_cut_unless_forbidden():
-    assert EngineArgs(model="nano", max_num_batched_tokens=1024).chunked_prefill is True
-    assert EngineArgs(model="nano", max_num_batched_tokens=4096).chunked_prefill is False
+    assert EngineArgs(model="random", max_num_batched_tokens=1024).chunked_prefill is True
+    assert EngineArgs(model="random", max_num_batched_tokens=4096).chunked_prefill is False
 
 
 def test_the_longest_request_must_fit_into_most_of_the_pool():
-    args = EngineArgs(model="nano", max_model_len=1280, asynchronous=True)
+    args = EngineArgs(model="random", max_model_len=1280, asynchronous=True)
     assert args.max_runtime_len == 1281
     args.check_pool(14)  # 11 pages of 128 tokens in 80 % of 14
     with pytest.raises(ConfigError, match="may need 11 pages of 128 tokens, more than 80% of the 13"):
@@ -309,7 +309,7 @@ EXTREMES = st.one_of(
 @given(st.dictionaries(st.sampled_from([each for each in FIELDS if each != "model"]), EXTREMES, min_size=1, max_size=2))
 def test_any_value_of_any_setting_is_accepted_for_both_doors_or_one_error(values):
     try:
-        args = EngineArgs(model="nano", **values)
+        args = EngineArgs(model="random", **values)
     except ConfigError as error:
         text = str(error)
         assert any(name in text for name in values)
@@ -339,14 +339,16 @@ def test_both_ends_of_a_setting_are_accepted_and_nothing_beyond(name):
     low, high, _ = {**engine_module._WHOLE, **engine_module._NUMBER}[name]
     least = {"max_model_len": 2, "tokens_per_block": 2, "ignore_len": 2}.get(name, low)
     for value in (least, high):
-        assert getattr(EngineArgs(model="nano", **{"step_limit_s": math.inf, **COMPANIONS.get(name, {}), name: value}), name) in (
+        assert getattr(
+            EngineArgs(model="random", **{"step_limit_s": math.inf, **COMPANIONS.get(name, {}), name: value}), name
+        ) in (
             value,
             *(range(1, 10_000) if value == 0 else ()),  # with 0 the engine chooses the number
         )
     beyond = [np.nextafter(low, -1)] if isinstance(low, float) or name == "state_slots_ratio" else [low - 5]
     for value in [*beyond, *([high + 1] if high < math.inf else []), math.nan]:
         with pytest.raises(ConfigError, match=rf"^{name}="):
-            EngineArgs(model="nano", **{name: value})
+            EngineArgs(model="random", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -365,13 +367,13 @@ def test_both_ends_of_a_setting_are_accepted_and_nothing_beyond(name):
     ids=str,
 )
 def test_values_that_mean_the_same_are_kept_as_plain_ones(values, plain):
-    assert EngineArgs(**{"model": "nano", **values}) == EngineArgs(**{"model": "nano", **plain})
+    assert EngineArgs(**{"model": "random", **values}) == EngineArgs(**{"model": "random", **plain})
 
 
 def test_numbers_that_fp32_cannot_divide_by_are_no_temperatures():
     for value in (1e-300, 1e-45, 1e39, 1e300):
         with pytest.raises(ConfigError, match=re.escape(f"confidence_temperatures={value}")):
-            EngineArgs(model="nano", confidence_temperatures=(value,))
+            EngineArgs(model="random", confidence_temperatures=(value,))
 
 
 SETTINGS_OF_VARIABLES = {
@@ -402,8 +404,8 @@ def test_what_a_variable_may_be_its_setting_may_be(texts):
     else:
         said = " ".join(texts)
         values = {name: getattr(read, variable) for name, variable in SETTINGS_OF_VARIABLES.items()}
-        EngineArgs(model="nano", num_drafts=0, **values)
-        EngineArgs(model="nano", num_drafts=read.use_nextn_decode, max_num_seqs=1)
+        EngineArgs(model="random", num_drafts=0, **values)
+        EngineArgs(model="random", num_drafts=read.use_nextn_decode, max_num_seqs=1)
     assert not texts or any(name in said for name in texts)
     assert len(said) < 500
 

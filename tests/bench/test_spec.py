@@ -191,4 +191,4 @@ def test_a_plot_is_drawn(tmp_path, is_assumed):
 
 def test_run_spec_refuses_no_acceptance_at_all():
     with pytest.raises(RequestError, match="must be 1 to 5 probabilities"):
-        run_spec("nano", acceptance=())
+        run_spec("random", acceptance=())

@@ -54,7 +54,7 @@ async def thousand_callers(args):
 
 def test_a_thousand_aborts_and_disconnects_leave_pool_and_slots_as_at_the_start():
     args = EngineArgs(
-        model="nano",
+        model="random",
         device="cpu",
         max_num_seqs=32,
         max_model_len=128,

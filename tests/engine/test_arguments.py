@@ -27,7 +27,7 @@ PLACEHOLDER = 270
 
 @pytest.fixture(scope="module")
 def llm():
-    made = LLM("nano", device="cpu", progress=False, max_num_seqs=16, max_model_len=512, num_drafts=0)
+    made = LLM("random", device="cpu", progress=False, max_num_seqs=16, max_model_len=512, num_drafts=0)
     yield made
     made.close()
 
@@ -287,7 +287,7 @@ class Unread(list):
 
 
 def reader(**given):
-    args = EngineArgs(model="nano", **{"max_model_len": 512, "ignore_len": 1000, **given})
+    args = EngineArgs(model="random", **{"max_model_len": 512, "ignore_len": 1000, **given})
     config = SimpleNamespace(vocab_size=272, image_token_id=PLACEHOLDER, vision=None)
     return PromptReader(args, config, byte_tokenizer())
 

@@ -33,7 +33,7 @@ FAKE = [sys.executable, str(Path(__file__).with_name("fake_core.py"))]
 RAISES, STICKS, PAUSES = 301, 302, 303
 """Last ids of prompts that make the fake core fail."""
 LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "tokens_per_block": 16, "device": "cpu"}
-NANO = EngineArgs(model="nano", **LIMITS)
+NANO = EngineArgs(model="random", **LIMITS)
 
 
 def greedy(max_tokens=6, **given):
@@ -84,7 +84,7 @@ def with_fake(test, **given):
 
 @pytest.fixture(scope="module")
 def llm():
-    made = LLM("nano", progress=False, **LIMITS)
+    made = LLM("random", progress=False, **LIMITS)
     yield made
     made.close()
 

@@ -23,7 +23,7 @@ PROMPTS = ["The engine", "x", "A longer prompt that is cut into chunks when the 
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM("nano", device="cpu", progress=False, max_num_seqs=4, max_model_len=512)
+    return LLM("random", device="cpu", progress=False, max_num_seqs=4, max_model_len=512)
 
 
 def greedy(**given):
@@ -61,7 +61,7 @@ def test_more_requests_than_slots_all_end(llm):
 
 def test_small_step_budget_changes_nothing(llm):
     small = LLM(
-        "nano", device="cpu", progress=False, max_num_seqs=2, max_model_len=512, max_num_batched_tokens=7, tokens_per_block=16
+        "random", device="cpu", progress=False, max_num_seqs=2, max_model_len=512, max_num_batched_tokens=7, tokens_per_block=16
     )
     params = SamplingParams(seq_seed=5, max_tokens=8, ignore_eos=True, top_k=40, top_p=0.9)
     assert token_ids(small, PROMPTS, params) == token_ids(llm, PROMPTS, params)
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_the_networks_however_the_prompt_is_computed(llm):
     assert first_and_rest(llm, long) == (None, [None])
     warm, _ = first_and_rest(llm, long, prompt_logprobs=True)
     assert warm == cold, "the cache holds keys, not log-probabilities"
-    small = LLM("nano", device="cpu", progress=False, max_num_seqs=2, max_model_len=256, max_num_batched_tokens=48)
+    small = LLM("random", device="cpu", progress=False, max_num_seqs=2, max_model_len=256, max_num_batched_tokens=48)
     assert small.generate_records(prompt_token_ids=[long], sampling_params=params, use_tqdm=False)[0][0].prompt_logprobs == cold
     small.close()
 
@@ -258,11 +258,11 @@ def test_zero_max_tokens_counts_as_one_and_seeds_are_64_bits():
 )
 def test_bad_settings_say_what_is_wrong(given, says):
     with pytest.raises(ConfigError, match=says):
-        LLM(**{"model": "nano", "device": "cpu", "progress": False, **given})
+        LLM(**{"model": "random", "device": "cpu", "progress": False, **given})
 
 
 def test_a_closed_model_says_so():
-    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=1, max_model_len=32)
+    llm = LLM("random", device="cpu", progress=False, load_format="dummy", max_num_seqs=1, max_model_len=32)
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
         llm.generate("x")
@@ -324,7 +324,7 @@ def test_threads_share_a_model(llm):
 
 
 def test_a_step_that_breaks_ends_the_model_and_its_memory_can_be_given_back():
-    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
+    llm = LLM("random", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
     worker = llm._core.executor.worker
     stream = llm.stream("x", greedy())
     next(stream)
@@ -339,7 +339,7 @@ def test_a_step_that_breaks_ends_the_model_and_its_memory_can_be_given_back():
 
 
 def test_a_model_that_is_not_a_number_gives_no_token():
-    llm = LLM("nano", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
+    llm = LLM("random", device="cpu", progress=False, load_format="dummy", max_num_seqs=2, max_model_len=32)
     llm._core.executor.worker.model.norm[3] = float("nan")
     for _ in range(2):
         with pytest.raises(StepFailed, match="are not finite numbers, so that no token can be trusted"):
@@ -376,7 +376,7 @@ def test_completions_that_are_closed_leave_nothing(llm):
 
 
 def test_an_id_used_again_on_the_same_slot_gets_its_own_parameters():
-    small = LLM("nano", device="cpu", progress=False, max_num_seqs=1, max_model_len=64, enable_prefix_cache=False)
+    small = LLM("random", device="cpu", progress=False, max_num_seqs=1, max_model_len=64, enable_prefix_cache=False)
     core = small._core
 
     def run(params):

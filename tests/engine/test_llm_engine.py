@@ -19,7 +19,7 @@ def greedy(max_tokens=5):
 
 @pytest.fixture(scope="module")
 def engine():
-    made = LLMEngine.from_engine_args(EngineArgs(model="nano", logging_interval_steps=3, **LIMITS), progress=False)
+    made = LLMEngine.from_engine_args(EngineArgs(model="random", logging_interval_steps=3, **LIMITS), progress=False)
     yield made
     made.close()
 
@@ -33,7 +33,7 @@ def drain(engine):
 
 
 def test_steps_give_what_the_offline_interface_gives(engine):
-    llm = LLM("nano", progress=False, **LIMITS)
+    llm = LLM("random", progress=False, **LIMITS)
     records = llm.generate_records(prompt_token_ids=list(PROMPTS.values()), sampling_params=greedy(), use_tqdm=False)
     llm.close()
     for request_id, ids in PROMPTS.items():
@@ -109,7 +109,7 @@ def test_times_count_from_the_arrival_that_was_given(engine):
 
 
 def test_a_closed_engine_says_so():
-    made = LLMEngine.from_engine_args(EngineArgs(model="nano", load_format="dummy", **LIMITS), progress=False)
+    made = LLMEngine.from_engine_args(EngineArgs(model="random", load_format="dummy", **LIMITS), progress=False)
     made.close()
     made.close()
     with pytest.raises(ConfigError, match="closed"):

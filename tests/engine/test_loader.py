@@ -17,7 +17,7 @@ from deepinfer.kv.prefix import PageChain
 from deepinfer.tokenizer import byte_tokenizer
 from tests.engine.harness import build, drain, fresh, params, request, tokens
 
-SMALL = {"model": "nano", "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "tokens_per_block": 16}
+SMALL = {"model": "random", "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "tokens_per_block": 16}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_last_id_of_the_vocabulary_can_be_banned():
 def test_defaults_are_the_published_facts(monkeypatch):
     for name in ("USE_NEXTN_DECODE", "MAX_BACKTRACKING_TOKENS", "ENABLE_MTP_VARLEN"):
         monkeypatch.delenv(f"DEEPINFER_{name}", raising=False)
-    args = EngineArgs(model="nano")
+    args = EngineArgs(model="random")
     assert (args.num_drafts, args.max_backtracking_tokens, args.adaptive_drafts) == (5, 6, False)
     layout = loader._layout(args, named_config("full"))
     assert layout.ring_tokens == 134
@@ -88,7 +88,7 @@ def test_defaults_are_the_published_facts(monkeypatch):
     [({"num_drafts": 0}, 129), ({"num_drafts": 3}, 132), ({"num_drafts": 3, "max_backtracking_tokens": 10}, 138)],
 )
 def test_rings_have_room_for_what_a_step_may_take_back(given, ring_tokens):
-    assert loader._layout(EngineArgs(model="nano", **given), named_config("full")).ring_tokens == ring_tokens
+    assert loader._layout(EngineArgs(model="random", **given), named_config("full")).ring_tokens == ring_tokens
 
 
 def test_step_times_are_measured_once_and_found_again(tmp_path, caplog, monkeypatch):

@@ -194,7 +194,7 @@ def test_records_come_under_the_callers_ids_and_dropped_ones_do_not_come():
 
 @pytest.fixture(scope="module")
 def llm():
-    made = LLM("nano", device="cpu", progress=False, max_num_seqs=4, max_model_len=256, tokens_per_block=16)
+    made = LLM("random", device="cpu", progress=False, max_num_seqs=4, max_model_len=256, tokens_per_block=16)
     yield made
     made.close()
 
@@ -242,7 +242,9 @@ def test_pictures_reach_every_answer(llm):
 
 
 def test_the_engine_counts_requests_not_answers():
-    engine = LLMEngine.from_engine_args(EngineArgs(model="nano", device="cpu", max_num_seqs=4, max_model_len=64), progress=False)
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model="random", device="cpu", max_num_seqs=4, max_model_len=64), progress=False
+    )
     engine.add_request(1, "a", sampled(n=3, max_tokens=4), [0, 5, 6])
     assert engine.get_num_unfinished_requests() == 1
     records = []
@@ -257,7 +259,7 @@ def test_the_engine_counts_requests_not_answers():
 
 
 async def through_the_process(params):
-    args = EngineArgs(model="nano", device="cpu", max_num_seqs=4, max_model_len=256, tokens_per_block=16)
+    args = EngineArgs(model="random", device="cpu", max_num_seqs=4, max_model_len=256, tokens_per_block=16)
     client = await AsyncEngineClient.start(args, progress=False)
     try:
         whole = [each async for each in client.generate("a", [0, 70, 71, 72], params)]

@@ -11,7 +11,7 @@ import pytest
 from deepinfer.engine.step_times import curve_path, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.scheduler.budget import CostCurve
 
-KEY = {"model": "nano", "device": "cpu", "num_drafts": 5, "page_tokens": 128}
+KEY = {"model": "random", "device": "cpu", "num_drafts": 5, "page_tokens": 128}
 CURVE = CostCurve([1, 8, 64], [1.5, 2.25, 9.125], max_padded_rows=8)
 
 

@@ -199,12 +199,12 @@ def test_temporaries_of_an_operator_stay_within_the_bound(name, monkeypatch):
 
 def test_pages_get_what_choosing_tokens_leaves(monkeypatch):
     config, gib = named_config("full"), 1 << 30
-    layout = loader._layout(EngineArgs(model="nano"), config)
+    layout = loader._layout(EngineArgs(model="random"), config)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * gib, 139 * gib))
     cuda = SimpleNamespace(type="cuda")
 
     def pages(**given):
-        args = EngineArgs(model="nano", max_model_len=65536, **given)
+        args = EngineArgs(model="random", max_model_len=65536, **given)
         return loader._num_pages(args, config, layout, 20, cuda)
 
     big, small = pages(max_num_seqs=512), pages(max_num_seqs=511)
@@ -225,7 +225,7 @@ def test_pages_get_what_choosing_tokens_leaves(monkeypatch):
 def test_on_a_cpu_caches_come_first(max_model_len):
     """The workspace takes at most half of the budget and leaves pages for two long requests, so small budgets still work."""
     config, budget = named_config("full"), loader._CPU_KV_BYTES
-    args = EngineArgs(model="nano", max_num_seqs=256, max_model_len=max_model_len)
+    args = EngineArgs(model="random", max_num_seqs=256, max_model_len=max_model_len)
     layout = loader._layout(args, config)
     uncounted = (budget - 20 * layout.slot_bytes) // layout.page_bytes
     num_pages = loader._num_pages(args, config, layout, 20, CPU)
