@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.model.checkpoint.random_weights import random_tensors
+from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.model.checkpoint.writer import write_checkpoint
 from deepinfer.tokenizer import Tokenizer
 from training.masters import DRAFTER_ROOTS, TEXT_ROOTS, Masters, initial_values
@@ -51,9 +52,12 @@ def export(folder: Path, config: ModelConfig, trained: list[Masters]) -> None:
 
 
 def masters_of(config: ModelConfig, roots: tuple[str, ...], folder: Path) -> Masters:
-    """The masters of a training's state."""
+    """The masters of a training's state, or of a checkpoint with the same shape."""
     masters = Masters(config, roots, initial_values(config, 0))
-    masters.restore(read_state(folder)["weights"])
+    if (folder / "config.json").exists():
+        masters.read(read_checkpoint(folder, config, progress=False))
+    else:
+        masters.restore(read_state(folder)["weights"])
     return masters
 
 
@@ -61,8 +65,8 @@ def main() -> None:
     """Run the command."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", type=Path, required=True, help="state of the text model")
-    parser.add_argument("--drafter", type=Path, help="state of the drafter")
+    parser.add_argument("--state", type=Path, required=True, help="state of the text model, or a checkpoint")
+    parser.add_argument("--drafter", type=Path, help="state of the drafter, or a checkpoint")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; absent or empty")
     args = parser.parse_args()

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepinfer.config import ModelConfig
+from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.tokenizer import Tokenizer
 from training.data import Place, Shard, batches, fill, sequences
 from training.masters import TEXT_ROOTS, Masters, initial_values
@@ -328,6 +329,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=Path, nargs="*", default=[], help="shard folders to measure at the end")
     parser.add_argument("--out", type=Path, required=True, help="folder for curve and states")
     parser.add_argument("--resume", type=Path, help="folder of a state")
+    parser.add_argument("--init", type=Path, help="folder of a checkpoint to start from; the schedule starts anew")
     parser.add_argument("--tokens", type=float, required=True, help="of the whole training")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of this run")
     parser.add_argument("--batch", type=int, default=Recipe.batch)
@@ -361,6 +363,8 @@ def main() -> None:
     )
     compression = torch.from_numpy(tokenizer.compression_map().astype(np.int64)).to(device)
     trainer = Trainer(nano_config(tokenizer), recipe, compression, torch.bfloat16, is_eager=args.eager)
+    if args.init is not None:
+        trainer.masters.read(read_checkpoint(args.init, trainer.masters.config, progress=False))
     if args.resume is not None:
         trainer.restore(read_state(args.resume))
     shard = Shard.read(args.data)

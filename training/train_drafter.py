@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from deepinfer.tokenizer import Tokenizer
 from training.data import Place, Shard
 from training.drafter import Blocks, DrafterTwin
+from training.export import masters_of
 from training.masters import DRAFTER_ROOTS, TEXT_ROOTS, Masters, initial_values
 from training.optimiser import Optimiser
 from training.packing import Packed
 from training.shape import nano_config
-from training.state import read_state, write_state
+from training.state import write_state
 from training.streams import region
 from training.train import SEED, Program, Recipe, balance, train
 from training.twin import Twin
@@ -130,7 +131,7 @@ def main() -> None:
     started = time.monotonic()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="state of the text model")
+    parser.add_argument("--text", type=Path, required=True, help="state of the text model, or a checkpoint")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="shard folders")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for curve and states")
@@ -151,8 +152,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_dir(args.tokenizer)
     config = nano_config(tokenizer)
     compression = torch.from_numpy(tokenizer.compression_map().astype(np.int64)).to(device)
-    masters = Masters(config, TEXT_ROOTS, initial_values(config, SEED))
-    masters.restore(read_state(args.text)["weights"])
+    masters = masters_of(config, TEXT_ROOTS, args.text)
     recipe = Recipe(
         num_tokens=int(args.tokens),
         batch=args.batch,

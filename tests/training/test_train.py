@@ -12,7 +12,8 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from tests.model.tiny import Prompt, whole
 from training.data import Place, Shard, batches
-from training.export import export
+from training.export import export, masters_of
+from training.masters import TEXT_ROOTS
 from training.optimiser import orthogonal
 from training.packing import alignment
 from training.state import read_state, write_state
@@ -71,6 +72,10 @@ def test_the_engine_reads_what_was_trained(shard, tmp_path):
     assert engine.taken | drafter.taken == {
         name for name in tensors if name.startswith(("embed", "head", "norm", "layers", "mtp"))
     }
+    again = masters_of(CONFIG, TEXT_ROOTS, tmp_path / "model")
+    rounded = {kind: each.float() for kind, each in trained.masters.rounded(torch.bfloat16).items()}
+    for kind, value in again.named():  # the stored values, whatever codes and scales say them
+        assert torch.equal(value, rounded[kind]), kind
     batch, _ = next(batches(shard, Place(), size=1, length=64, align=alignment(CONFIG), pad_id=2, seed=1))
     with torch.no_grad():
         weights = trained.twin.weights()
