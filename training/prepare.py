@@ -14,36 +14,25 @@ import logging
 import multiprocessing
 import random
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from deepinfer.bench.tasks import KINDS as TASK_KINDS
+from deepinfer.bench.tasks import make_task
+from deepinfer.bench.tasks.sides import make_tasks
+from deepinfer.bench.texts import whole
 from deepinfer.tokenizer import Tokenizer
-from training.shards import MAX_TOKENS, ShardWriter, describe, is_held_out, whole
-from training.tasks import KINDS as TASK_KINDS
-from training.tasks import Task, make_task
+from training.shards import MAX_TOKENS, ShardWriter, describe
 
 log = logging.getLogger(__name__)
 
 TASKS_SEED = 20_261_201
-HELD_OUT_TASKS = 1 / 16
 
 _CHUNK_TASKS = 2_000
 _PIECE_BYTES = 60 << 20
-
-
-def make_tasks(seed: int, numbers: range, *, held_out: bool = False) -> Iterator[Task]:
-    """The tasks of these numbers that belong to one side: those with a held-out key, or those that tell no held-out answer."""
-    for number in numbers:
-        task = make_task(random.Random(f"{seed} {number}"))
-        is_key_held, is_part_held = (
-            is_held_out(task.key, HELD_OUT_TASKS),
-            any(is_held_out(each, HELD_OUT_TASKS) for each in task.parts),
-        )
-        if is_key_held if held_out else not (is_key_held or is_part_held):
-            yield task
 
 
 @dataclass(frozen=True, slots=True)

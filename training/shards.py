@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.engine.chat import Mark, encode
-from deepinfer.tokenizer import Tokenizer
-from training.tasks import KINDS as TASK_KINDS
+from deepinfer.bench.tasks import KINDS as TASK_KINDS
 
 log = logging.getLogger(__name__)
 
@@ -72,24 +70,11 @@ class ShardWriter:
         log.info("%s: %d tokens in %d documents", folder, len(tokens), len(self.lens))
 
 
-def whole(tokenizer: Tokenizer, segments: Sequence[str]) -> list[int]:
-    """Ids of a document from begin to end token; conversations have both already."""
-    if isinstance(segments[0], Mark):
-        return encode(tokenizer, segments)
-    return [tokenizer.bos_id, *encode(tokenizer, segments), tokenizer.eos_id]
-
-
 def pieces(ids: list[int]) -> Iterator[list[int]]:
     """A document in pieces of at most :data:`MAX_TOKENS`; each begins with the begin token, only the last ends."""
     yield ids[:MAX_TOKENS]
     for at in range(MAX_TOKENS, len(ids), MAX_TOKENS - 1):
         yield [ids[0], *ids[at : at + MAX_TOKENS - 1]]
-
-
-def is_held_out(content: str, share: float) -> bool:
-    """Whether a content belongs to the held-out side; depends on nothing else."""
-    digest = hashlib.blake2b(content.encode(), digest_size=8, person=b"held-out").digest()
-    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def describe(tokenizer_source: str, vocab_size: int) -> dict[str, Any]:

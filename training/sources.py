@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from deepinfer.bench.tasks.words import DEFINITION_QUESTIONS
+from deepinfer.bench.texts import Text
 from deepinfer.engine.chat import Message, render
 from training import readers
-from training.tasks.words import DEFINITION_QUESTIONS
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +58,6 @@ class Source:
     patterns: tuple[str, ...]
     skip: str = r"^$"
     share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One text.  ``kind`` is a key of the shards' ``meta.json``; ``segments`` are plain texts and special tokens in turn."""
-
-    kind: str
-    source: str
-    segments: tuple[str, ...]
 
 
 def _manual(package: str, licence: str, *patterns: str, skip: str = r"^$") -> Source:
@@ -260,7 +252,7 @@ class Corpus:
     _paragraphs: set[bytes] = field(default_factory=set)
     _lines: set[int] = field(default_factory=set)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Text]:
         """Fetch what is not there and yield all documents, in a fixed order.
 
         Raises:
@@ -276,7 +268,7 @@ class Corpus:
         if self.gsm8k is not None:
             yield from self._counted(worked_sums(self.gsm8k / "gsm8k_train.jsonl.xz"))
 
-    def _document(self, source: Source, parts: list[str]) -> Iterator[Document]:
+    def _document(self, source: Source, parts: list[str]) -> Iterator[Text]:
         """The documents of one text: new paragraphs, or a new program, in portions that end between two of them."""
         if source.kind == "code":
             kept = [part for each in parts if self._is_new_program(each) for part in each.split(_BETWEEN_DEFINITIONS)]
@@ -286,7 +278,7 @@ class Corpus:
             gap = "\n\n"
         for text in _portions(kept, gap):
             if len(text) >= _MIN_CHARS:
-                yield from self._counted(iter([Document(kind=source.kind, source=source.name, segments=(text,))]))
+                yield from self._counted(iter([Text(kind=source.kind, source=source.name, segments=(text,))]))
 
     def _is_new_paragraph(self, text: str) -> bool:
         digest = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=12).digest()
@@ -301,7 +293,7 @@ class Corpus:
         self._lines |= lines
         return is_new
 
-    def _counted(self, documents: Iterator[Document]) -> Iterator[Document]:
+    def _counted(self, documents: Iterator[Text]) -> Iterator[Text]:
         for each in documents:
             size = sum(len(segment.encode()) for segment in each.segments)
             self.num_bytes[each.source] = self.num_bytes.get(each.source, 0) + size
@@ -368,7 +360,7 @@ _WORDNET = Source(
 )
 
 
-def definitions(cache: Path) -> Iterator[Document]:
+def definitions(cache: Path) -> Iterator[Text]:
     """Questions about the meaning of words, and their answers from WordNet, as conversations.
 
     A word is asked for if it is one word in lower case; its first sense with an example comes first.
@@ -393,10 +385,10 @@ def definitions(cache: Path) -> Iterator[Document]:
         if others and rng.random() < 0.5:
             lines.append(f"{article} {sense.part} with the same meaning: {others[0]}.")
         messages = [Message("user", question), Message("assistant", "\n".join(lines))]
-        yield Document(kind="definition", source=_WORDNET.name, segments=tuple(render(messages)))
+        yield Text(kind="definition", source=_WORDNET.name, segments=tuple(render(messages)))
 
 
-def worked_sums(path: Path) -> Iterator[Document]:
+def worked_sums(path: Path) -> Iterator[Text]:
     """The worked sums of GSM8K: the work is the reasoning, the number the answer."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -410,4 +402,4 @@ def worked_sums(path: Path) -> Iterator[Document]:
             else:
                 answer = f"{work}\n\nThe answer is {result.strip()}."
                 segments = render([Message("user", record["question"]), Message("assistant", answer)])
-            yield Document(kind="math", source="gsm8k", segments=tuple(segments))
+            yield Text(kind="math", source="gsm8k", segments=tuple(segments))

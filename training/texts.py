@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepinfer.bench.tasks.passages import needle_in
+from deepinfer.bench.tasks.sides import is_held_out, make_tasks
+from deepinfer.bench.tasks.text import copy_of
+from deepinfer.bench.texts import Text, whole
 from deepinfer.engine.chat import Mark
 from deepinfer.tokenizer import Tokenizer
-from training.prepare import TASKS_SEED, make_tasks
+from training.prepare import TASKS_SEED
 from training.readers import is_prose
-from training.shards import ShardWriter, describe, is_held_out, pieces, whole
-from training.sources import GSM8K_LICENCE, SOURCES, WORDNET_LICENCE, Corpus, Document
-from training.tasks.passages import needle_in
-from training.tasks.text import copy_of
+from training.shards import ShardWriter, describe, pieces
+from training.sources import GSM8K_LICENCE, SOURCES, WORDNET_LICENCE, Corpus
 from training.tokenizer import count_tokens, cut
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def _licences(corpus: Corpus) -> list[dict[str, Any]]:
     ]
 
 
-def quotations(document: Document) -> Iterator[Document]:
+def quotations(document: Text) -> Iterator[Text]:
     """Conversations about real prose: a paragraph to copy, or a fact to find among its sentences.
 
     The generated tasks use few words; these teach copying and finding with the whole vocabulary.
@@ -99,10 +101,10 @@ def quotations(document: Document) -> Iterator[Document]:
         sentences = re.split(r"(?<=[.!?])\s+", text[: rng.randint(_SEARCHED_CHARS, len(text))])
         tasks.append(needle_in(rng, sentences))
     for task in tasks:
-        yield Document(kind=task.kind, source=document.source, segments=tuple(task.segments()))
+        yield Text(kind=task.kind, source=document.source, segments=tuple(task.segments()))
 
 
-def write_sample(path: Path, documents: list[Document]) -> None:
+def write_sample(path: Path, documents: list[Text]) -> None:
     """Write held-out documents, some of each kind, as lines of JSON; a special token is ``{"special": spelling}``."""
     sizes: Counter[str] = Counter()
     with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from training.tasks import make_task
+from deepinfer.bench.tasks import make_task
 
 recipe = pytest.importorskip("deepseek_recipe", reason="deepseek-recipe, the vendor's encoder, is not installed")
 

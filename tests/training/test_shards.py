@@ -6,9 +6,11 @@ import random
 import numpy as np
 import pytest
 
+from deepinfer.bench.tasks.sides import make_tasks
+from deepinfer.bench.texts import whole
 from deepinfer.tokenizer import byte_tokenizer
-from training.prepare import TASKS_SEED, make_tasks, pack, prepare_tasks, unpack
-from training.shards import KINDS, MAX_TOKENS, ShardWriter, pieces, whole
+from training.prepare import TASKS_SEED, pack, prepare_tasks, unpack
+from training.shards import KINDS, MAX_TOKENS, ShardWriter, pieces
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ import pytest
 
 pytest.importorskip("lxml", reason="lxml is not installed; install the extra `training`")
 
+from deepinfer.bench.tasks.sides import make_tasks
+from deepinfer.bench.texts import Text
 from deepinfer.engine.chat import Mark
-from training.prepare import make_tasks
 from training.readers import program
-from training.sources import _PORTION_CHARS, SOURCES, Corpus, Document, Source, _portions
+from training.sources import _PORTION_CHARS, SOURCES, Corpus, Source, _portions
 from training.texts import quotations
 
 PARAGRAPH = (
@@ -50,7 +51,7 @@ def test_quotations_are_conversations_about_the_text():
     made = []
     for number in range(20):
         text = "\n\n".join(PARAGRAPH.format(f"{number} {each}") for each in range(30))
-        made += quotations(Document(kind="prose", source="test", segments=(text,)))
+        made += quotations(Text(kind="prose", source="test", segments=(text,)))
     assert {each.kind for each in made} == {"copy", "needle"}
     for each in made:
         assert isinstance(each.segments[0], Mark)
@@ -58,7 +59,7 @@ def test_quotations_are_conversations_about_the_text():
 
 
 def test_code_is_not_quoted():
-    assert not list(quotations(Document(kind="code", source="test", segments=("x = 1\n" * 500,))))
+    assert not list(quotations(Text(kind="code", source="test", segments=("x = 1\n" * 500,))))
 
 
 def test_every_source_has_a_licence_and_packages():

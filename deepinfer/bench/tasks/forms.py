@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepinfer.engine.chat import EFFORTS, Message
-from training.tasks.english import shopping, shopping_sentence
-from training.tasks.task import SYSTEM_SHARE, Task, filled
-from training.tasks.words import (
+from deepinfer.bench.tasks.english import shopping, shopping_sentence
+from deepinfer.bench.tasks.task import SYSTEM_SHARE, Task, filled
+from deepinfer.bench.tasks.words import (
     CITIES,
     COLORS,
     FOODS,
@@ -26,6 +25,7 @@ from training.tasks.words import (
     THINGS,
     article,
 )
+from deepinfer.engine.chat import EFFORTS, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from training.tasks.task import Task, last_number, same_text, simple
-from training.tasks.words import DAYS, MONTH_DAYS, MONTHS, NAMES, THINGS
+from deepinfer.bench.tasks.task import Task, last_number, same_text, simple
+from deepinfer.bench.tasks.words import DAYS, MONTH_DAYS, MONTHS, NAMES, THINGS
 
 _SUM_QUESTIONS = (
     "What is {a} + {b}?",

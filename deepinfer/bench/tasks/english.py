@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from training.tasks.words import (
+from deepinfer.bench.tasks.words import (
     ADJECTIVES,
     ANIMAL_COLORS,
     ANIMALS,

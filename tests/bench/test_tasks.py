@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer.bench.tasks import GENERATORS, KINDS, make_task
+from deepinfer.bench.tasks.sides import make_tasks
+from deepinfer.bench.tasks.task import follows
 from deepinfer.engine.chat import EFFORTS, Call, Mark, Message, parse, render, reply_text
-from training.prepare import make_tasks
-from training.tasks import GENERATORS, KINDS, make_task
-from training.tasks.task import follows
 
 generators = pytest.mark.parametrize("generator", GENERATORS, ids=lambda each: each.__name__)
 

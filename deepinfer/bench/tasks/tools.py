@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepinfer.engine.chat import EFFORTS, Call, Message
-from training.tasks.talk import plain_fact
-from training.tasks.task import SYSTEM_SHARE, Task, calls, contains, is_reply, last_number
-from training.tasks.words import (
+from deepinfer.bench.tasks.talk import plain_fact
+from deepinfer.bench.tasks.task import SYSTEM_SHARE, Task, calls, contains, is_reply, last_number
+from deepinfer.bench.tasks.words import (
     CITIES,
     DAYS,
     FRUITS,
@@ -25,6 +24,7 @@ from training.tasks.words import (
     TRANSLATIONS,
     article,
 )
+from deepinfer.engine.chat import EFFORTS, Call, Message
 
 
 @dataclass(frozen=True, slots=True)

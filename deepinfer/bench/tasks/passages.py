@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from training.tasks.english import sentence, story
-from training.tasks.task import Task, contains, is_reply, simple
-from training.tasks.text import code
-from training.tasks.words import (
+from deepinfer.bench.tasks.english import sentence, story
+from deepinfer.bench.tasks.task import Task, contains, is_reply, simple
+from deepinfer.bench.tasks.text import code
+from deepinfer.bench.tasks.words import (
     ANIMALS,
     CITIES,
     COLORS,
@@ -102,9 +102,13 @@ def _facts_of(rng: random.Random, name: str) -> list[tuple[str, list[tuple[str, 
 
 
 def needles(rng: random.Random) -> Task:
-    """One fact in a long text, among other text and other facts of the same form."""
+    """One fact in a text whose length is drawn, among other text and other facts of the same form."""
     low, high = _NEEDLE_CHARS
-    chars = int(low * (high / low) ** rng.random())
+    return needle_of(rng, int(low * (high / low) ** rng.random()))
+
+
+def needle_of(rng: random.Random, chars: int) -> Task:
+    """One fact in a text of about ``chars`` characters, among other text and other facts of the same form."""
     filler: list[str] = []
     size = 0
     while size < chars:

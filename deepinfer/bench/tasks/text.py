@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import string
 
-from training.tasks.english import paragraph, sentence
-from training.tasks.task import Task, last_number, simple
-from training.tasks.words import FOODS, NAMES, NOUNS, WORDS
+from deepinfer.bench.tasks.english import paragraph, sentence
+from deepinfer.bench.tasks.task import Task, last_number, simple
+from deepinfer.bench.tasks.words import FOODS, NAMES, NOUNS, WORDS
 
 _COPY_REQUESTS = (
     "Repeat the following text exactly:\n{text}",

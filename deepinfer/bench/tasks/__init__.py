@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from training.tasks.forms import forms
-from training.tasks.numbers import comparisons, dates, differences, products, reasons, sums
-from training.tasks.passages import extractions, needles, stories
-from training.tasks.talk import dialogues, facts, small_talk
-from training.tasks.task import Task
-from training.tasks.text import copies, counts, edits, sorts
-from training.tasks.tools import tool_calls
+from deepinfer.bench.tasks.forms import forms
+from deepinfer.bench.tasks.numbers import comparisons, dates, differences, products, reasons, sums
+from deepinfer.bench.tasks.passages import extractions, needles, stories
+from deepinfer.bench.tasks.talk import dialogues, facts, small_talk
+from deepinfer.bench.tasks.task import Task
+from deepinfer.bench.tasks.text import copies, counts, edits, sorts
+from deepinfer.bench.tasks.tools import tool_calls
 
 __all__ = ["GENERATORS", "KINDS", "Task", "make_task"]
 

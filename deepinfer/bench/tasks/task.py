@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer.bench.tasks.words import SYSTEMS
 from deepinfer.engine.chat import EFFORTS, Call, Message, Reply, parse, render, reply_text
-from training.tasks.words import SYSTEMS
 
 Check = Callable[[Reply], dict[str, bool]]
 """Judges a reply: name of a measure -> whether the reply meets it.  Every task has the measure "right"."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from deepinfer.engine.chat import Message
-from training.tasks.numbers import comparisons, dates, differences, sums
-from training.tasks.passages import stories
-from training.tasks.task import SYSTEM_SHARE, Task, contains, is_reply, same_text, simple
-from training.tasks.text import copies, counts, edits, sorts
-from training.tasks.words import (
+from deepinfer.bench.tasks.numbers import comparisons, dates, differences, sums
+from deepinfer.bench.tasks.passages import stories
+from deepinfer.bench.tasks.task import SYSTEM_SHARE, Task, contains, is_reply, same_text, simple
+from deepinfer.bench.tasks.text import copies, counts, edits, sorts
+from deepinfer.bench.tasks.words import (
     ANIMALS,
     CAPITALS,
     CITIES,
@@ -33,6 +32,7 @@ from training.tasks.words import (
     UNITS,
     article,
 )
+from deepinfer.engine.chat import Message
 
 
 def plain_fact(rng: random.Random) -> tuple[str, str]:
