@@ -129,6 +129,31 @@ def compress_project(x: Tensor, weights: CompressorWeights) -> Tensor:
     return linear_bf16(x, weights.kv)
 
 
+def entries(
+    raw: Tensor, previous: Tensor | None, weights: CompressorWeights, rotation: Rotation, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The entry that each token completes, before it becomes records; arguments as for :func:`compress`.
+
+    Returns:
+        main: [num_tokens, head_dim] in ``dtype``.
+        index: [num_tokens, index_head_dim] in ``dtype``.
+
+    Source: ratio 2 pools two tokens by a softmax per dim over their gates, without positional term; index keys are projected
+    from the unrotated latent.
+    """
+    if previous is None:
+        pooled = raw
+    else:
+        value, gate = raw.chunk(2, dim=-1)
+        older_value, older_gate = previous.chunk(2, dim=-1)
+        largest = torch.maximum(gate, older_gate)
+        older_share, share = torch.exp(older_gate - largest), torch.exp(gate - largest)
+        pooled = (older_share * older_value + share * value) / (older_share + share)
+    latent = rms_norm(pooled.to(dtype), weights.norm, weights.eps)
+    key = rms_norm(linear_bf16(latent, weights.index_key).to(dtype), weights.index_norm, weights.eps)
+    return rotate(latent, rotation), rotate(key, rotation)
+
+
 # 1e-3: 1e-4 of a latent's bf16 elements round to another number (see norm).  One such element changes the index key by
 # 2^-8 / sqrt(512) of its RMS.  Then one in ten of the key's bf16 elements rounds to another number, and one in 64 of these has
 # another E2M1 code.
@@ -147,21 +172,9 @@ def compress(
     Returns:
         main: [num_tokens, main record bytes] uint8.
         index: [num_tokens, index record bytes] uint8.
-
-    Source: ratio 2 pools two tokens by a softmax per dim over their gates, without positional term; index keys are projected
-    from the unrotated latent.
     """
-    if previous is None:
-        pooled = raw
-    else:
-        value, gate = raw.chunk(2, dim=-1)
-        older_value, older_gate = previous.chunk(2, dim=-1)
-        largest = torch.maximum(gate, older_gate)
-        older_share, share = torch.exp(older_gate - largest), torch.exp(gate - largest)
-        pooled = (older_share * older_value + share * value) / (older_share + share)
-    latent = rms_norm(pooled.to(dtype), weights.norm, weights.eps)
-    key = rms_norm(linear_bf16(latent, weights.index_key).to(dtype), weights.index_norm, weights.eps)
-    return encode_main(rotate(latent, rotation)), encode_index(rotate(key, rotation))
+    main, index = entries(raw, previous, weights, rotation, dtype)
+    return encode_main(main), encode_index(index)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- indexer
@@ -529,9 +542,23 @@ def sparse_attention(
     probabilities are rounded to the activations' dtype for the product with the values, their sum is not.
     Tolerance: bf16 rounding of probabilities and result.
     """
-    num_tokens, _, head_dim = q.shape
     wide = accumulation_dtype(q)
-    table, key_idx = _key_table(window, window_idx, store, page_ids, entry_idx, head_dim, wide)
+    return attend(q, rotation, sinks, *_key_table(window, window_idx, store, page_ids, entry_idx, q.shape[-1], wide))
+
+
+def attend(q: Tensor, rotation: Rotation, sinks: Tensor, table: Tensor, key_idx: Tensor) -> Tensor:
+    """The arithmetic of :func:`sparse_attention` over decoded keys.
+
+    Args:
+        q, rotation, sinks: as for :func:`sparse_attention`.
+        table: [num_keys, head_dim] wide; the last key is zero.
+        key_idx: [num_tokens, count] int64 indices into ``table``, -1 for no key.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in q's dtype, rotated back.
+    """
+    num_tokens, _, head_dim = q.shape
+    wide = table.dtype
     hidden = (key_idx == -1).unsqueeze(1)
     turned = rotate(q, rotation).to(wide)
     sink = sinks.view(1, -1, 1)

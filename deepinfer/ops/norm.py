@@ -282,7 +282,7 @@ def qkv_norm(qkv: Tensor, q_weight: Tensor, kv_weight: Tensor, rotation: Rotatio
         records: [num_tokens, window record bytes] uint8.
     """
     rank = q_weight.shape[0]
-    return norm8.reference(qkv[:, :rank], q_weight, eps), _record(qkv[:, rank:], kv_weight, rotation, eps)
+    return norm8.reference(qkv[:, :rank], q_weight, eps), encode_window(window_keys(qkv[:, rank:], kv_weight, rotation, eps))
 
 
 @op(tolerance=Codes("window", share=_FLIPPED))
@@ -300,9 +300,16 @@ def context_records(kv: Tensor, weights: Tensor, rotation: Rotation, eps: float)
     Source: DSpark paper, draft context: RoPE(norm(wkv x)).  Each stage has its own wkv and norm; x is the same for all stages.
     """
     parts = kv.chunk(weights.shape[0], dim=1)
-    return torch.stack([_record(part, weight, rotation, eps) for part, weight in zip(parts, weights, strict=True)], dim=1)
+    keys = [window_keys(part, weight, rotation, eps) for part, weight in zip(parts, weights, strict=True)]
+    return torch.stack([encode_window(each) for each in keys], dim=1)
 
 
-def _record(kv: Tensor, weight: Tensor, rotation: Rotation, eps: float) -> Tensor:
-    """Window records of projected keys [num_tokens, head_dim]."""
-    return encode_window(rotate(rms_norm(kv, weight, eps), rotation))
+def window_keys(kv: Tensor, weight: Tensor, rotation: Rotation, eps: float) -> Tensor:
+    """Keys of the window before they become records: [num_tokens, head_dim] in kv's dtype.
+
+    Args:
+        kv: [num_tokens, head_dim] bf16 or fp64, projected.
+        weight: [head_dim] wide.
+        rotation: rotation at the tokens' positions.
+    """
+    return rotate(rms_norm(kv, weight, eps), rotation)

@@ -10,9 +10,10 @@ fallback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -93,6 +94,15 @@ class Op(Generic[P, R]):
     def bind(self, backend: str) -> None:
         """Route calls to ``backend``'s body (which must exist)."""
         self._bound = self.implementations[backend]
+
+    @contextlib.contextmanager
+    def wrapped(self, wrap: Callable[[Callable[P, R]], Callable[P, R]]) -> Iterator[None]:
+        """Route calls to ``wrap(bound body)`` until the context ends; for measurements, while nothing else uses the operators."""
+        bound, self._bound = self._bound, wrap(self._bound)
+        try:
+            yield
+        finally:
+            self._bound = bound
 
 
 def op(*, tolerance: Tolerance | tuple[Tolerance, ...]) -> Callable[[Callable[P, R]], Op[P, R]]:
