@@ -22,12 +22,11 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from deepinfer.bench.passes import Runner, chunks_of
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine.loader import load
-from deepinfer.kv.cache import KVCache
 from deepinfer.kv.layout import KVLayout
 from deepinfer.model import attention, flash, inputs
-from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import LayerInputs, ReplayMode, StepInputs
 from deepinfer.model.progress import progress_bar
 from deepinfer.step import Chunk, StepPlan
@@ -58,26 +57,6 @@ def edge_lengths(keep: int, window: int) -> list[int]:
     """Prompt lengths around every border, to find errors by one."""
     edges = {1, 2, window - 1, window, window + 1, keep - 1, keep, keep + 1, keep + window, 2 * keep + 1}
     return sorted(length for length in edges if length > 0)
-
-
-def _pieces(length: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    inner = sorted({cut for cut in cuts if 0 < cut < length})
-    return list(zip([0, *inner], [*inner, length], strict=True))
-
-
-def _chunks(prompt: npt.NDArray[np.int32], cuts: Sequence[int], floor: int, layout: KVLayout) -> Iterator[Chunk]:
-    """A prompt on slot 1 and pages 1, 2, …, cut at ``cuts``; logits from ``floor`` on."""
-    pages = np.arange(1, layout.pages_for(len(prompt)) + 1, dtype=np.int32)
-    for start, end in _pieces(len(prompt), cuts):
-        yield Chunk(
-            request_id="check",
-            slot=1,
-            start=start,
-            token_ids=prompt[start:end],
-            page_ids=pages[: layout.pages_for(end)],
-            num_logits=max(0, end - max(start, floor)),
-            decoder_floor=floor,
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------- level 1
@@ -113,7 +92,7 @@ def check_tables(config: ModelConfig, keep: int, device: torch.device) -> list[F
         prompt = np.zeros(length, dtype=np.int32)
         cut_sets = [[], [floor], [floor - 1], [floor + 1], [length - 1], rng.integers(1, length + 1, 3).tolist()]
         for cuts in cut_sets:
-            for chunk in _chunks(prompt, cuts, floor, layout):
+            for chunk in chunks_of(prompt, cuts, floor, layout):
                 for mode in _MODES:
                     made = StepInputs.build(
                         StepPlan(chunks=(chunk,)), config=config, layout=layout, device=device, replay_mode=mode
@@ -142,41 +121,14 @@ def _table_problems(made: StepInputs, chunk: Chunk, floor: int, window: int, mod
 # ---------------------------------------------------------------------------------------------------------------------- level 2
 
 
-class _Runner:
-    """Runs chunks of one prompt on a cache without stored state."""
-
-    def __init__(self, network: Flash, max_tokens: int) -> None:
-        self.network = network
-        self.layout = KVLayout(network.config)
-        self.max_tokens = max_tokens
-
-    def cache(self) -> KVCache:
-        pages = self.layout.pages_for(self.max_tokens)
-        return KVCache(self.layout, num_pages=2 * pages + 1, num_slots=4, device=self.network.device)
-
-    def run(self, cache: KVCache, chunks: Iterator[Chunk] | Sequence[Chunk], mode: ReplayMode = "compact") -> Tensor:
-        """Log-probabilities [num_logits, vocab_size] of all rows that need logits."""
-        parts = []
-        for chunk in chunks:
-            made = StepInputs.build(
-                StepPlan(chunks=(chunk,)),
-                config=self.network.config,
-                layout=self.layout,
-                device=self.network.device,
-                replay_mode=mode,
-            )
-            parts.append(torch.log_softmax(self.network.forward(made, cache), dim=-1))
-        return torch.cat(parts)
-
-
-def check_modes(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
+def check_modes(runner: Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
     """Run level 2."""
     window = runner.network.config.sliding_window
     differing, cases = [], 0
     for length in edge_lengths(keep, window):
         prompt, floor = text[:length], max(0, length - keep)
         for cuts in ([], [length - 1], [floor - 3, floor + 3]):
-            results = [runner.run(runner.cache(), _chunks(prompt, cuts, floor, runner.layout), mode) for mode in _MODES]
+            results = [runner.run(runner.cache(), chunks_of(prompt, cuts, floor, runner.layout), mode) for mode in _MODES]
             cases += 1
             bar.update()
             if not torch.equal(*results):
@@ -188,35 +140,7 @@ def check_modes(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tq
 # ---------------------------------------------------------------------------------------------------------------------- level 3
 
 
-def _after_hit(runner: _Runner, prompt: npt.NDArray[np.int32], hit: int, floor: int, replay: int | None, rows: int) -> Tensor:
-    """Log-probabilities of the last ``rows`` rows after a hit of ``hit`` tokens.
-
-    The state comes from ``replay`` replayed tokens; with None it is restored.
-    """
-    cache, layout = runner.cache(), runner.layout
-    half = layout.pages_for(runner.max_tokens)
-    runner.run(cache, [dataclasses.replace(each, num_logits=0) for each in _chunks(prompt[:hit], [], 0, layout)])
-    shared = hit // layout.page_tokens
-    pages = np.concatenate([np.arange(1, shared + 1), np.arange(half + 1, 2 * half + 1 - shared)]).astype(np.int32)
-    start = hit if replay is None else hit - replay
-    chunk = Chunk(
-        request_id="check",
-        slot=2,
-        start=start,
-        token_ids=prompt[start:],
-        page_ids=pages[: layout.pages_for(len(prompt))],
-        num_logits=rows,
-        window_floor=start if replay is not None else 0,
-        write_floor=hit,
-        decoder_floor=floor,
-        lookback_ids=prompt[max(0, start - runner.network.config.engram_max_ngram_size + 1) : start],
-    )
-    if replay is None:
-        cache.copy_slots([(1, 2)])
-    return runner.run(cache, [chunk])
-
-
-def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
+def measure_replay(runner: Runner, text: npt.NDArray[np.int32], keep: int, bar: tqdm[Any]) -> list[Finding]:
     """Run level 3."""
     config, page = runner.network.config, runner.layout.page_tokens
     window = config.sliding_window
@@ -234,20 +158,20 @@ def measure_replay(runner: _Runner, text: npt.NDArray[np.int32], keep: int, bar:
         kinds.append((f"replay hit, {exact_depth} tokens (hit-invariant)", exact_depth, 0, True))
     references = []
     for prompt in samples:
-        exact = [dataclasses.replace(each, decoder_floor=0) for each in _chunks(prompt, [], length - rows, runner.layout)]
+        exact = [dataclasses.replace(each, decoder_floor=0) for each in chunks_of(prompt, [], length - rows, runner.layout)]
         references.append(runner.run(runner.cache(), exact))
     bar.update(len(samples))
     findings = []
     cold = []
     for prompt in samples:
-        chunks = [dataclasses.replace(each, num_logits=rows) for each in _chunks(prompt, [], length - keep, runner.layout)]
+        chunks = [dataclasses.replace(each, num_logits=rows) for each in chunks_of(prompt, [], length - keep, runner.layout)]
         cold.append(runner.run(runner.cache(), chunks))
         bar.update()
     findings.append(_compare(f"cold, decoder keeps {keep}", cold, references, must_be_equal=False))
     for name, replay, floor, must_be_equal in kinds:
         got = []
         for prompt in samples:
-            got.append(_after_hit(runner, prompt, hit, floor, replay, rows))
+            got.append(runner.after_hit(prompt, hit, floor, replay, rows))
             bar.update()
         findings.append(_compare(name, got, references, must_be_equal=must_be_equal))
     return findings
@@ -272,7 +196,7 @@ def _compare(name: str, got: Sequence[Tensor], expected: Sequence[Tensor], *, mu
 
 
 @torch.inference_mode()
-def _all_levels(runner: _Runner, text: npt.NDArray[np.int32], keep: int) -> list[Finding]:
+def _all_levels(runner: Runner, text: npt.NDArray[np.int32], keep: int) -> list[Finding]:
     findings = check_tables(runner.network.config, keep, runner.network.device)
     with progress_bar(None, unit=" runs", desc="checking replay") as bar:
         findings += check_modes(runner, text, keep, bar)
@@ -296,7 +220,7 @@ def check_replay(model: str, *, device: str = "auto", keep: int = 140, max_token
     network = loaded.core.executor.worker.model
     source = "".join(inspect.getsource(module) for module in (flash, attention, inputs))
     text = np.asarray(loaded.tokenizer.encode(source), dtype=np.int32)
-    runner = _Runner(network, max_tokens)
+    runner = Runner(network, max_tokens)
     findings = loaded.core.executor.call(lambda: _all_levels(runner, text, keep))
     loaded.core.close()
     lines = [[each.level, each.check, each.cases, each.outcome, "FAIL" if each.is_failure else "ok"] for each in findings]
