@@ -529,5 +529,23 @@ def spec(
         plot(report, plot_file)
 
 
+@bench.command()
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Tasks of each kind; texts grow with it.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
+def quality(model: str, device: str, samples: int, json_file: Path | None) -> None:
+    """Measure a model on held-out texts and tasks, its drafter, its experts, and what each approximation costs."""
+    from deepinfer.bench.quality import render, run_quality, write_json
+    from deepinfer.engine.files import OutputFile
+
+    if json_file is not None:  # checked first, because the measurement takes minutes
+        OutputFile(json_file)
+    report = run_quality(model, device=device, samples=samples)
+    click.echo(render(report))
+    if json_file is not None:
+        write_json(report, json_file)
+
+
 if __name__ == "__main__":
     sys.exit(main())
