@@ -125,8 +125,12 @@ def every(visible: Tensor, _count: int) -> Tensor:
 
 
 def _highest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    best = torch.topk(scores.masked_fill(~visible, -1), min(count, visible.shape[1]), dim=1)
-    return torch.where(best.values >= 0, best.indices, -1)
+    """The ``count`` visible entries of the highest scores, which are at least 0: ascending, padded with -1."""
+    num_entries = visible.shape[1]
+    best = torch.topk(scores.masked_fill(~visible, -1), min(count, num_entries), dim=1)
+    chosen = torch.where(best.values >= 0, best.indices, num_entries).sort(dim=1).values
+    padded = torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=num_entries)
+    return padded.masked_fill(padded == num_entries, -1)
 
 
 @contextlib.contextmanager

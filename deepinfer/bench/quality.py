@@ -45,8 +45,8 @@ from deepinfer.bench.tasks.numbers import sums
 from deepinfer.bench.tasks.passages import needle_of
 from deepinfer.bench.tasks.sides import HELD_OUT_TASKS, held_out_tasks, is_held_out
 from deepinfer.bench.tasks.task import Task
-from deepinfer.bench.texts import Text, held_out_texts, whole
-from deepinfer.config import EngineArgs, load_config
+from deepinfer.bench.texts import held_out_texts, whole
+from deepinfer.config import EngineArgs, ModelConfig, load_config
 from deepinfer.engine.chat import Mark, encode
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.files import OutputFile
@@ -58,7 +58,6 @@ from deepinfer.ops import moe
 from deepinfer.request import Request, SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
-TEMPERATURES = (0.0, 1.0)
 SEED = 1
 """Of the held-out tasks.  Training draws its tasks with another seed, and never those with a held-out key."""
 KEEP = 140
@@ -74,6 +73,12 @@ _KIND_TOKENS = 512
 _PROMPT_TOKENS, _CONTINUED_TOKENS = 96, 48
 _SPARE_TOKENS = 32
 """An answer may be this much and a half longer than the known one."""
+_SHORTEST_LONG, _LONGER = 512, 96
+"""Tokens of the texts of the approximations: so many, and so many more for each sample."""
+_PREFILL_TOKENS = 2_048
+"""Prompt tokens of a step, beside a round of every request."""
+_SAMPLED_TASKS, _SAMPLED_TEXTS = 4, 2
+"""At temperature 1, only every fourth task and every second text runs: nothing is judged there."""
 _CHAT_KINDS = ("dialogue",)
 """Kinds of tasks whose bits per byte are measured as well."""
 _LONG_KINDS = ("prose", "code")
@@ -90,6 +95,23 @@ class Answers:
 
     count: int
     shares: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What is measured.
+
+    Attributes:
+        tasks: kind -> tasks to answer.
+        texts: kind -> texts whose bits per byte are measured.
+        beginnings: kind -> texts that are continued, to measure speculation.
+        long: texts to measure the approximations on, at least 400 tokens each; without them the approximations are not measured.
+    """
+
+    tasks: Mapping[str, Sequence[Task]]
+    texts: Mapping[str, Sequence[Sample]]
+    beginnings: Mapping[str, Sequence[Sample]]
+    long: Sequence[Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,61 +446,67 @@ def write_json(report: Report, path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------------------- run
 
 
-def _measure(
-    network: Flash, exact: Callable[[], Flash], texts: Mapping[str, Sequence[Sample]], long: Sequence[Sample], max_tokens: int
+def _passes(
+    network: Flash, exact: Callable[[], Flash], data: Data, max_tokens: int
 ) -> tuple[dict[str, Fit], Tensor, list[Comparison]]:
     """All passes over the network; runs in the executor's thread."""
+    comparisons: list[Comparison] = []
     with torch.inference_mode():
         runner = Runner(network, max_tokens)
-        bits, picks = measure_bits(runner, texts)
-        with progress_bar(None, unit=" passes", desc="approximations") as bar:
-            comparisons = compare_choices(runner, long, bar)
-            comparisons += compare_replay(runner, long, KEEP, bar)
-            comparisons.append(compare_arithmetic(runner, Runner(exact(), max_tokens), long[:1], bar))
+        bits, picks = measure_bits(runner, data.texts)
+        if data.long:
+            with progress_bar(None, unit=" passes", desc="approximations") as bar:
+                comparisons += compare_choices(runner, data.long, bar)
+                comparisons += compare_replay(runner, data.long, KEEP, bar)
+                comparisons.append(compare_arithmetic(runner, Runner(exact(), max_tokens), data.long[:1], bar))
     return bits, picks, comparisons
 
 
-def run_quality(model: str, *, device: str = "auto", samples: int = 16) -> Report:
-    """Measure everything.
+def _max_tokens(config: ModelConfig) -> int:
+    return min(MAX_TOKENS, config.max_position_embeddings)
 
-    Args:
-        model, device: as in :class:`EngineArgs`.
-        samples: tasks of each kind; numbers of texts and their lengths grow with it.
 
-    Raises:
-        ConfigError: the model or the device is not usable.
-    """
-    directory = model_directory(model)
-    config, tokenizer = load_config(directory), Tokenizer.from_dir(directory)
-    max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
-    num_drafts = config.dspark_block_size if config.num_nextn_predict_layers else 0
-    tasks = choose_tasks(tokenizer, samples, max_tokens)
-    by_kind: dict[str, list[Text]] = defaultdict(list)
+def choose_data(tokenizer: Tokenizer, samples: int, max_tokens: int) -> Data:
+    """Held-out tasks and texts: ``samples`` tasks of each kind; numbers of texts and their lengths grow with it."""
+    documents: dict[str, list[Sample]] = defaultdict(list)
     for text in held_out_texts():
-        by_kind[text.kind].append(text)
-    documents = {kind: [sample_of(tokenizer, each.segments) for each in several] for kind, several in by_kind.items()}
-    chats = {kind: [sample_of(tokenizer, each.segments()) for each in tasks.get(kind, ())] for kind in _CHAT_KINDS}
-    texts = {
-        kind: _until((each.cut(_TEXT_TOKENS) for each in several), _KIND_TOKENS * samples)
-        for kind, several in (documents | chats).items()
-    }
-    length = min(max_tokens, 512 + 96 * samples)
-    long = [
-        each.cut(length)
-        for kind in _LONG_KINDS
-        for each in [one for one in documents[kind] if len(one.ids) >= length][: -(-samples // 8)]
-    ]
-    asked = [_of_task(tokenizer, kind, task, max_tokens) for kind, several in tasks.items() for task in several]
-    continued = [_of_text(kind, each) for kind, several in documents.items() for each in several[: -(-samples // 2)]]
+        documents[text.kind].append(sample_of(tokenizer, text.segments))
+    tasks = choose_tasks(tokenizer, samples, max_tokens)
+    chats = {kind: [sample_of(tokenizer, each.segments()) for each in tasks[kind]] for kind in _CHAT_KINDS if kind in tasks}
+    length = min(max_tokens, _SHORTEST_LONG + _LONGER * samples)
+    return Data(
+        tasks=tasks,
+        texts={
+            kind: _until((each.cut(_TEXT_TOKENS) for each in several), _KIND_TOKENS * samples)
+            for kind, several in (documents | chats).items()
+        },
+        beginnings={kind: several[: -(-samples // 2)] for kind, several in documents.items()},
+        long=[
+            each.cut(length)
+            for kind in _LONG_KINDS
+            for each in [one for one in documents[kind] if len(one.ids) >= length][: -(-samples // 8)]
+        ],
+    )
 
+
+def measure(model: str, data: Data, *, device: str = "auto") -> Report:
+    """Measure everything on ``data``; arguments and errors as for :func:`run_quality`."""
+    directory = model_directory(model)
+    config = load_config(directory)
+    max_tokens = _max_tokens(config)
+    num_drafts = config.dspark_block_size if config.num_nextn_predict_layers else 0
+    tokenizer = Tokenizer.from_dir(directory)
+    asked = [_of_task(tokenizer, kind, task, max_tokens) for kind, several in data.tasks.items() for task in several]
+    continued = [_of_text(kind, each) for kind, several in data.beginnings.items() for each in several]
+    num_requests = len(asked) + len(continued)
     args = EngineArgs(
         model=model,
         device=device,
         num_drafts=num_drafts,
         adaptive_drafts=False,
-        max_num_seqs=len(asked) + len(continued),
+        max_num_seqs=num_requests,
         max_model_len=max_tokens,
-        max_num_batched_tokens=2_048 + (1 + num_drafts) * (len(asked) + len(continued)),
+        max_num_batched_tokens=_PREFILL_TOKENS + (1 + num_drafts) * num_requests,
         enable_prefix_cache=False,
     )
     core = load(args).core
@@ -490,20 +518,35 @@ def run_quality(model: str, *, device: str = "auto", samples: int = 16) -> Repor
             compression = torch.from_numpy(tokenizer.compression_map())
             return Flash(config, read_checkpoint(directory, config, progress=False), compression, device=where, exact=True)
 
-        bits, picks, comparisons = core.executor.call(lambda: _measure(network, exact, texts, long, max_tokens))
+        bits, picks, comparisons = core.executor.call(lambda: _passes(network, exact, data, max_tokens))
         rounds = {}
         written, rounds[0.0] = generate(core, [*asked, *continued], 0.0, num_drafts)
-        _, rounds[1.0] = generate(core, [*asked[::4], *continued[::2]], 1.0, num_drafts)
+        _, rounds[1.0] = generate(core, [*asked[::_SAMPLED_TASKS], *continued[::_SAMPLED_TEXTS]], 1.0, num_drafts)
     finally:
         core.close()
     answers = iter(map(tokenizer.decode, written))
-    judged = {kind: judge(several, list(itertools.islice(answers, len(several)))) for kind, several in tasks.items()}
+    judged = {kind: judge(several, list(itertools.islice(answers, len(several)))) for kind, several in data.tasks.items()}
     what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return Report(
-        where=f"{model} on {what}; torch {torch.__version__}; {samples} samples, seed {SEED}",
+        where=f"{model} on {what}; torch {torch.__version__}; {len(asked)} tasks, {len(continued)} continued texts",
         bits=bits,
         tasks=judged,
         rounds=rounds if num_drafts else {},
         picks=picks,
         comparisons=comparisons,
     )
+
+
+def run_quality(model: str, *, device: str = "auto", samples: int = 6) -> Report:
+    """Measure everything.
+
+    Args:
+        model, device: as in :class:`EngineArgs`.
+        samples: tasks of each kind; numbers of texts and their lengths grow with it.
+
+    Raises:
+        ConfigError: the model or the device is not usable.
+    """
+    directory = model_directory(model)
+    max_tokens = _max_tokens(load_config(directory))
+    return measure(model, choose_data(Tokenizer.from_dir(directory), samples, max_tokens), device=device)

@@ -1,7 +1,8 @@
 """Texts that ``nano`` was not trained on, which ship with the package, and documents as token ids.
 
 ``held_out.jsonl.xz`` has one document a line: ``kind``, ``source`` and ``segments``.  A segment is a text, or
-``{"special": spelling}`` for a special token.  docs/nano.md lists the sources and their licences.
+``{"special": spelling}`` for a special token.  ``SOURCES.md`` beside it lists the sources
+and their licences.
 """
 
 from __future__ import annotations
