@@ -166,13 +166,14 @@ class Masters(nn.Module):
                 yield spec.name, codes.cpu()
                 yield spec.name.removesuffix("weight") + "scale", scale.cpu()
 
-    def rounded(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def rounded(self, dtype: torch.dtype, *, is_quantised: bool = True) -> dict[str, Tensor]:
         """The values that a checkpoint would store, kind -> stack, with straight-through gradients.
 
         Args:
             dtype: of activations.  With bf16, maps of hyper-connections are rounded to bf16 too, although a checkpoint stores
                 fp32: their products with bf16 streams then run on the matrix units.  :meth:`stored` writes the rounded numbers.
                 Vectors stay fp32.
+            is_quantised: round FP8 and FP4 weights to their formats, and not only to ``dtype``.
         """
         result = {}
         for kind, value in self.named():
@@ -181,7 +182,8 @@ class Masters(nn.Module):
             is_narrow = stack.storage != "plain" or not (is_vector or kind.endswith(("q_weight", "k_weight")))
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             is_bf16 = stack.is_bf16 or (dtype == torch.bfloat16 and kind.endswith("_fn"))
-            result[kind] = RoundWeight.apply(value, stack.storage, is_bf16, dtype if is_narrow else wide)
+            storage = stack.storage if is_quantised else "plain"
+            result[kind] = RoundWeight.apply(value, storage, is_bf16, dtype if is_narrow else wide)
         return result
 
 

@@ -47,9 +47,9 @@ class Outputs:
 class LayerWeights:
     """Rounded weights of the layers by their names behind ``layers.N.``; experts are stacked."""
 
-    def __init__(self, masters: Masters, dtype: torch.dtype, root: str, num_layers: int) -> None:
-        """Round all masters once; ``root`` is ``layers`` or ``mtp``."""
-        self.all = masters.rounded(dtype)
+    def __init__(self, masters: Masters, dtype: torch.dtype, root: str, num_layers: int, *, is_quantised: bool = True) -> None:
+        """Round all masters once, as in :meth:`Masters.rounded`; ``root`` is ``layers`` or ``mtp``."""
+        self.all = masters.rounded(dtype, is_quantised=is_quantised)
         self.layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
         for kind, stack in masters.stacks.items():
             if kind not in self.all or not kind.startswith(f"{root}.*."):
@@ -123,9 +123,9 @@ class Twin:
         self._plain = rope_frequencies(rope, config.rope_theta, None).to(device, self._wide)
         self._scaled = rope_frequencies(rope, config.compress_rope_theta, config.rope_scaling).to(device, self._wide)
 
-    def weights(self) -> LayerWeights:
+    def weights(self, *, is_quantised: bool = True) -> LayerWeights:
         """The rounded weights; one call serves all passes until the masters change."""
-        return LayerWeights(self.masters, self.dtype, "layers", self.config.num_hidden_layers)
+        return LayerWeights(self.masters, self.dtype, "layers", self.config.num_hidden_layers, is_quantised=is_quantised)
 
     def logits(self, hidden: Tensor, weights: LayerWeights) -> Tensor:
         """[num_tokens, vocab_size] wide."""
