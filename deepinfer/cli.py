@@ -532,7 +532,7 @@ def spec(
 @bench.command()
 @click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--samples", type=click.IntRange(1), default=6, show_default=True, help="Tasks of each kind; texts grow with it.")
+@click.option("--samples", type=click.IntRange(1), default=4, show_default=True, help="Tasks of each kind; texts grow with it.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
 def quality(model: str, device: str, samples: int, json_file: Path | None) -> None:
     """Measure a model on held-out texts and tasks, its drafter, its experts, and what each approximation costs."""

@@ -537,7 +537,7 @@ def measure(model: str, data: Data, *, device: str = "auto") -> Report:
     )
 
 
-def run_quality(model: str, *, device: str = "auto", samples: int = 6) -> Report:
+def run_quality(model: str, *, device: str = "auto", samples: int = 4) -> Report:
     """Measure everything.
 
     Args:
