@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from tqdm import tqdm
 
-from deepinfer.bench import approximations
+from deepinfer.bench import approximations, quality
 from deepinfer.bench.approximations import Fit, Sample, choosing, every, fit_each, recent, unfiltered, unrounded_records
 from deepinfer.bench.passes import Runner
 from deepinfer.bench.quality import Data, as_json, choose_tasks, judge, measure, render, sample_of, write_json
@@ -66,7 +66,9 @@ def report(tokenizer):
         beginnings={"prose": [prose[0].cut(16)]},
         long=[prose[0].cut(LONG)],
     )
-    return measure("nano", sample, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quality, "_CONTINUED_TOKENS", 8)  # the longest answer decides the time
+        return measure("nano", sample, device="cpu")
 
 
 def test_the_keys_are_there_and_the_values_are_possible(report, tmp_path):
@@ -100,7 +102,8 @@ def test_tables_hold_what_was_found(report):
     assert [each["name"] for each in as_json(report)["approximations"]] == [each.name for each in report.comparisons]
 
 
-def test_a_trained_model_answers_and_a_random_one_does_not(report):
+def test_a_trained_model_answers_and_a_random_one_does_not(report, monkeypatch):
+    monkeypatch.setattr(quality, "_SPARE_TOKENS", 4)
     prose = prose_of(byte_tokenizer())[0].cut(SHORT)
     short = [task for task in held_out_tasks(1, 8)["fact"] if len(task.answer.content) < 12 and task.effort is None]
     sample = Data(tasks={"fact": short[:2]}, texts={"prose": [prose]}, beginnings={}, long=[])
