@@ -135,7 +135,7 @@ class SamplingParams:
         )
         expected = "0 or a positive number"
         put(self, "first_n_token_no_eos", as_whole_number("first_n_token_no_eos", self.first_n_token_no_eos, 0, high, expected))
-        if self.top_k != -1 or type(self.top_k) is not int:
+        if type(self.top_k) is not int or self.top_k != -1:
             top_k = as_whole_number("top_k", self.top_k, -1, high, "-1 (all tokens) or a positive number")
             if top_k == 0:
                 raise RequestError("top_k=0 is out of range; use -1 (all tokens) or a positive number")

@@ -179,6 +179,7 @@ def assert_is_a_sentence(error, name=""):
 
 
 @settings(max_examples=200)
+@example("top_k", torch.tensor([]))
 @given(st.sampled_from([each.name for each in fields(SamplingParams)]), JUNK)
 def test_a_parameter_of_any_type_is_refused_or_kept_as_plain_values(name, value):
     try:
