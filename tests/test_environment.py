@@ -65,6 +65,11 @@ def test_every_default_can_be_written_out(row, caplog):
         ("DFLASH_ENFORCE_EAGER", "1", "dflash_enforce_eager", True),
         ("CUDAGRAPH_BATCH_SIZE_INTERVAL", "16", "cudagraph_batch_size_interval", 16),
         ("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", "4", "dflash_cudagraph_batch_size_interval", 4),
+        ("XGRAMMAR_TIMEOUT", "2.5", "xgrammar_timeout", 2.5),
+        ("XGRAMMAR_DISABLE_CACHE", "1", "xgrammar_disable_cache", True),
+        ("XGRAMMAR_CACHE_LIMIT_BYTES", "0", "xgrammar_cache_limit_bytes", 0),
+        ("XGRAMMAR_DEBUG", "true", "xgrammar_debug", True),
+        ("SO_BUILDER_CPUS", "2", "so_builder_cpus", 2),
     ],
 )
 def test_used_variables_are_read(name, text, field, value):
@@ -78,6 +83,8 @@ def test_used_variables_are_read(name, text, field, value):
         ("GC_INTERVAL_STEP", "0", "a whole number from 1 on"),
         ("PROFILE_HTTP_PORT_BASE", "70000", "from 1 to 65535"),
         ("NUM_STATE_SLOTS_RATIO", "0.5", "a number from 1 on"),
+        ("XGRAMMAR_TIMEOUT", "soon", "a number from 0 on"),
+        ("SO_BUILDER_CPUS", "0", "a whole number from 1 on"),
         ("NUM_STATE_SLOTS_RATIO", "nan", "a number from 1 on"),
         ("ZERO_OVERHEAD_SCHEDULING", "yes", "0 or 1"),
         ("YOCO_PREFILL_TRUNCATION_MODE", "on", "one of off, mask, compact"),
@@ -101,10 +108,10 @@ def test_values_that_cannot_be_honoured_are_errors_that_name_the_variable(name, 
 
 
 def test_harmless_variables_are_checked_and_accepted(caplog):
-    assert read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "3", PREFIX + "SHOW_EPLB_DETAIL": "1"}) == read_environment({})
+    assert read_environment({PREFIX + "GLOO_TIMEOUT": "3", PREFIX + "SHOW_EPLB_DETAIL": "1"}) == read_environment({})
     assert not caplog.text
-    with pytest.raises(ConfigError, match="XGRAMMAR_TIMEOUT"):
-        read_environment({PREFIX + "XGRAMMAR_TIMEOUT": "soon"})
+    with pytest.raises(ConfigError, match="GLOO_TIMEOUT"):
+        read_environment({PREFIX + "GLOO_TIMEOUT": "soon"})
 
 
 def test_an_unknown_variable_is_a_warning_with_the_nearest_name(caplog):

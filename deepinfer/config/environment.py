@@ -34,6 +34,7 @@ MAX_LENGTH: Final = 1 << 30
 MAX_DRAFTS: Final = 1 << 10
 MAX_BACKTRACKING: Final = 1 << 16
 MAX_SLOTS_RATIO: Final = 1 << 20
+MAX_BUILDERS: Final = 1 << 10
 FP32_NORMAL: Final = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 """Smallest and largest normal number of fp32; confidences are divided by their temperature in fp32."""
 ReplayMode = Literal["off", "mask", "compact"]
@@ -63,6 +64,11 @@ class Environment:
         disable_sync_guard: the host may wait for the device between launch and commit.
         enforce_eager, dflash_enforce_eager: no captured graphs for the model, or for the drafter.
         cudagraph_batch_size_interval, dflash_cudagraph_batch_size_interval: spacing of captured sizes, in rows and in requests.
+        xgrammar_timeout: seconds for compiling a grammar.
+        xgrammar_disable_cache: compile every grammar again.
+        xgrammar_cache_limit_bytes: size of the cache of compiled grammars.
+        xgrammar_debug: log every grammar that is compiled.
+        so_builder_cpus: threads that compile grammars.
         logging_interval_step: steps between two log lines.
         gc_interval_step: steps between two runs of the garbage collector, which does not run in between.
     """
@@ -87,6 +93,11 @@ class Environment:
     dflash_enforce_eager: bool
     cudagraph_batch_size_interval: int
     dflash_cudagraph_batch_size_interval: int
+    xgrammar_timeout: float
+    xgrammar_disable_cache: bool
+    xgrammar_cache_limit_bytes: int
+    xgrammar_debug: bool
+    so_builder_cpus: int
     logging_interval_step: int
     gc_interval_step: int
 
@@ -237,12 +248,12 @@ VARIABLES = _table(
     ("SAMPLER_FORCE_TOPK", _whole(0), 0, "refused", "restrict sampling to the best tokens; 0 is off"),
     ("DECODE_TOKEN_BLACKLIST", _ids, (), "used", "tokens that are never sampled"),
     ("COMPUTE_SUM_SMALLER_PROBS", _flag, False, "refused", "return the mass of less likely tokens"),
-    # Grammars; this engine has none.
-    ("XGRAMMAR_TIMEOUT", _real(0), 20.0, "harmless", "seconds for compiling a grammar"),
-    ("XGRAMMAR_DISABLE_CACHE", _flag, False, "harmless", "compile every grammar again"),
-    ("XGRAMMAR_CACHE_LIMIT_BYTES", _whole(0), 10 << 30, "harmless", "size of the grammar cache"),
-    ("XGRAMMAR_DEBUG", _flag, False, "harmless", "log grammars"),
-    ("SO_BUILDER_CPUS", _whole(1), 4, "harmless", "processes that compile grammars"),
+    # Grammars.  The original's names have its library's name; the values hold for the library of this engine.
+    ("XGRAMMAR_TIMEOUT", _real(0), 20.0, "used", "seconds for compiling a grammar"),
+    ("XGRAMMAR_DISABLE_CACHE", _flag, False, "used", "compile every grammar again"),
+    ("XGRAMMAR_CACHE_LIMIT_BYTES", _whole(0), 10 << 30, "used", "size of the grammar cache"),
+    ("XGRAMMAR_DEBUG", _flag, False, "used", "log grammars"),
+    ("SO_BUILDER_CPUS", _whole(1, MAX_BUILDERS), 4, "used", "threads that compile grammars"),
     # Images.
     ("USE_MULTIMODAL_POOL", _flag, True, "harmless", "pinned host memory for images"),
     ("MULTIMODAL_POOL_SIZE_GB", _real(0), 8.0, "harmless", "size of that memory"),
