@@ -5,6 +5,7 @@
     │   └── CheckpointError   the files of a model do not match its configuration
     ├── RequestError     the caller must change the request; becomes HTTP 4xx
     │   └── ContextTooLong
+    ├── GrammarFailed    one answer cannot follow its grammar any further; only that answer ends
     ├── Overloaded       no room now, try again; HTTP 429 or 503
     └── StepFailed       a device or a peer failed; the process exits and the router uses other replicas
 
@@ -43,6 +44,10 @@ class RequestError(EngineError):
 
 class ContextTooLong(RequestError):
     """Prompt plus requested output exceed the context limit."""
+
+
+class GrammarFailed(EngineError):
+    """An answer cannot follow its grammar any further: a limit is exceeded, or no token is allowed."""
 
 
 class Overloaded(EngineError):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import operator
 import secrets
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import islice
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, TypeVar, get_args
 
 from deepinfer.errors import CONVERSION_ERRORS, RequestError, plain, reason, shown
 
@@ -60,6 +61,86 @@ class FinishReason(StrEnum):
     INSUFFICIENT = "insufficient_system_resource"
 
 
+SchemaType = Literal["regex", "json", "ebnf", "lark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The grammar that an answer follows, and where it begins; made by :meth:`read`.
+
+    Without a trigger the grammar holds from the first token.  With a trigger the answer is free until the output contains the
+    trigger in full.  The grammar holds for all tokens after the trigger.  The end token is allowed in constrained text exactly
+    where the grammar accepts.
+
+    Attributes:
+        schema_type: language of ``schema``.  A ``regex`` has the syntax of Rust's ``regex`` and matches the whole text.
+        schema: the grammar; a JSON schema is kept as its text.
+        trigger_token_ids: the trigger, a sequence of token ids; () for none.
+        bound_token_id: once this token is produced in free text, the next tokens are the trigger; None for none.
+        max_free_tokens: after this many tokens of free text, the next tokens are the bound token, if there is one, and the
+            trigger; None for no limit.
+        end_needs_trigger: forbid the end token in free text.
+    """
+
+    schema_type: SchemaType
+    schema: str
+    trigger_token_ids: tuple[int, ...] = ()
+    bound_token_id: int | None = None
+    max_free_tokens: int | None = None
+    end_needs_trigger: bool = False
+
+    @classmethod
+    def read(cls, given: object) -> StructuredOutput:
+        """Check a caller's mapping from names to values, and convert it.
+
+        Raises:
+            RequestError: a key is unknown or missing, a value has the wrong type, or two values contradict each other.
+        """
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError(f'so_args={shown(given)} is not a mapping; give {{"schema_type": …, "schema": …}}')
+        names = [each.name for each in fields(cls)]
+        unknown = [key for key in given if not isinstance(key, str) or key not in names]
+        if unknown:
+            raise RequestError(f"so_args has the unknown key {shown(unknown[0])}; the keys are {', '.join(names)}")
+        for name in ("schema_type", "schema"):
+            if given.get(name) is None:
+                raise RequestError(f"so_args has no {name}; give it")
+        kind, types = given["schema_type"], get_args(SchemaType)
+        if not isinstance(kind, str) or kind not in types:
+            raise RequestError(f"so_args: schema_type={shown(kind)} is unknown; use one of {', '.join(types)}")
+        trigger = given.get("trigger_token_ids")
+        trigger_ids = () if trigger is None else _token_ids("so_args: trigger_token_ids", trigger, once=False)
+        bound, budget = given.get("bound_token_id"), given.get("max_free_tokens")
+        if bound is not None:
+            bound = as_whole_number("so_args: bound_token_id", bound, 0, _INT32_MAX, "a token id")
+        if budget is not None:
+            budget = as_whole_number("so_args: max_free_tokens", budget, 0, _INT32_MAX, "0 or a positive number")
+        needs_trigger = as_flag("so_args: end_needs_trigger", given.get("end_needs_trigger", False))
+        if not trigger_ids:
+            for name, value in (
+                ("bound_token_id", bound),
+                ("max_free_tokens", budget),
+                ("end_needs_trigger", needs_trigger or None),
+            ):
+                if value is not None:
+                    raise RequestError(f"so_args: {name}={shown(value)} needs trigger_token_ids; give them, or leave {name} out")
+        return cls(
+            schema_type=kind,  # type: ignore[arg-type]
+            schema=_schema_text(kind, given["schema"]),
+            trigger_token_ids=trigger_ids,
+            bound_token_id=bound,
+            max_free_tokens=budget,
+            end_needs_trigger=needs_trigger,
+        )
+
+    @property
+    def named_token_ids(self) -> tuple[int, ...]:
+        """The trigger and the bound token."""
+        return self.trigger_token_ids if self.bound_token_id is None else (*self.trigger_token_ids, self.bound_token_id)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen.  Values out of range raise :class:`RequestError` at once.
@@ -94,7 +175,8 @@ class SamplingParams:
         prompt_logprobs: report the log-probability of every prompt token; an engine with a bounded decoder half cannot do this.
         top_logprobs: number of most likely tokens to report in addition to the chosen one, 0 … 1000.
         first_n_token_no_eos: forbid the end token among the first n generated tokens, unless no other token is allowed.
-        so_args: structured output; must be None.
+        so_args: structured output: a mapping of the values of :class:`StructuredOutput`.  The grammar rules out tokens in
+            addition to ``allowed_token_ids`` and ``banned_token_ids``.  ``ignore_eos`` cannot be combined with it.
         golden_token_ids: the output begins with these tokens, regardless of the model and the other rules; not empty.
         seq_seed: the request's only source of randomness, reduced to 64 bits.  The same prompt with the same seed gives the same
             text.  With None every request draws its own seed when an engine admits it, even if requests share this object.
@@ -118,7 +200,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     first_n_token_no_eos: int = 0
-    so_args: object | None = None
+    so_args: StructuredOutput | Mapping[str, object] | None = None
     golden_token_ids: Sequence[int] | None = None
     seq_seed: int | None = None
 
@@ -157,7 +239,11 @@ class SamplingParams:
         for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
             put(self, name, as_flag(name, getattr(self, name)))
         if self.so_args is not None:
-            raise RequestError("so_args asks for structured output, which this version does not support; leave it out")
+            put(self, "so_args", StructuredOutput.read(self.so_args))
+            if self.ignore_eos:
+                raise RequestError(
+                    "ignore_eos=True cannot be combined with so_args: a grammar ends with the end token; leave one out"
+                )
         if self.seq_seed is not None:
             put(self, "seq_seed", _seed(self.seq_seed))
         self._set_lists()
@@ -226,6 +312,11 @@ class SamplingParams:
         return self.allowed_token_ids is not None or bool(self.banned_token_ids)
 
     @property
+    def structured_output(self) -> StructuredOutput | None:
+        """``so_args`` in the form that it is kept in."""
+        return self.so_args  # type: ignore[return-value]
+
+    @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """``logit_bias`` as pairs with ascending ids."""
         return tuple(self.logit_bias) if self.logit_bias is not None else ()  # type: ignore[arg-type]
@@ -242,6 +333,7 @@ class SamplingParams:
             "allowed_token_ids": self.allowed_token_ids or (),
             "banned_token_ids": self.banned_token_ids,
             "golden_token_ids": self.golden_token_ids or (),
+            "so_args": self.structured_output.named_token_ids if self.structured_output else (),
         }
         for name, ids in named.items():
             if max(ids, default=0) >= vocab_size:
@@ -417,6 +509,26 @@ def _token_ids(name: str, given: object, *, once: bool = True) -> tuple[int, ...
         return ()
     ids = as_whole_numbers(name, given, things="token ids")
     return tuple(dict.fromkeys(ids) if once else ids)
+
+
+def _schema_text(kind: str, given: object) -> str:
+    """The text of a grammar.  A JSON schema may be a JSON value; text is kept as it is, and the compiler reads it."""
+    if kind == "json" and not isinstance(given, str):
+        try:
+            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                f"so_args: schema cannot be written as JSON ({reason(error)}); give text or JSON values"
+            ) from error
+    else:
+        text = as_text("so_args: schema", given)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"so_args: schema holds a lone surrogate at character {error.start}; send valid Unicode") from error
+    if not text.strip():
+        raise RequestError("so_args: schema is empty; give a grammar")
+    return text
 
 
 def _left(params: SamplingParams) -> set[int]:

@@ -3,7 +3,7 @@
 import io
 import math
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deepinfer.errors import RequestError, reason, shown
 from deepinfer.executor.slots import SlotTable
-from deepinfer.request import MAX_SAMPLES, Request, RequestOutput, SamplingParams
+from deepinfer.request import MAX_SAMPLES, Request, RequestOutput, SamplingParams, StructuredOutput
 
 EVERYTHING = {
     "n": 3,
@@ -90,6 +90,77 @@ def test_everything_is_kept_hashable_and_survives_replacement_and_transport():
     assert hash(replace(params, n=3)) == hash(params)
     packed = msgspec.msgpack.encode({each.name: getattr(params, each.name) for each in fields(params)})
     assert SamplingParams(**msgspec.msgpack.decode(packed)) == params
+
+
+REGEX = {"schema_type": "regex", "schema": "a+"}
+TRIGGERED = {**REGEX, "trigger_token_ids": [7, 8, 7]}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("a+", r"so_args='a\+' is not a mapping"),
+        ({**REGEX, "trigger": [1]}, "unknown key 'trigger'; the keys are schema_type, schema, trigger_token_ids"),
+        ({**REGEX, 3: 1}, "unknown key 3"),
+        ({"schema": "a"}, "has no schema_type"),
+        ({"schema_type": "regex"}, "has no schema"),
+        ({**REGEX, "schema_type": "xml"}, "schema_type='xml' is unknown; use one of regex, json, ebnf, lark"),
+        ({**REGEX, "schema_type": ["json"]}, "schema_type=a list of 1 is unknown"),
+        ({**REGEX, "schema": 3}, "schema of type int"),
+        ({**REGEX, "schema": None}, "has no schema"),
+        ({**REGEX, "schema": " "}, "schema is empty"),
+        ({**REGEX, "schema": "\ud800"}, "lone surrogate at character 0"),
+        ({"schema_type": "json", "schema": {"const": math.nan}}, "cannot be written as JSON"),
+        ({"schema_type": "json", "schema": {"const": {1, 2}}}, "cannot be written as JSON"),
+        ({**REGEX, "trigger_token_ids": 7}, "trigger_token_ids=7 is not a list"),
+        ({**REGEX, "trigger_token_ids": [-7]}, "trigger_token_ids has -7"),
+        ({**TRIGGERED, "bound_token_id": -1}, "bound_token_id=-1"),
+        ({**TRIGGERED, "max_free_tokens": 1.5}, "max_free_tokens=1.5"),
+        ({**TRIGGERED, "end_needs_trigger": 1}, "end_needs_trigger=1"),
+        ({**REGEX, "bound_token_id": 3}, "bound_token_id=3 needs trigger_token_ids"),
+        ({**REGEX, "max_free_tokens": 0}, "max_free_tokens=0 needs trigger_token_ids"),
+        ({**REGEX, "end_needs_trigger": True, "trigger_token_ids": []}, "end_needs_trigger=True needs trigger_token_ids"),
+    ],
+)
+def test_a_wrong_structured_output_says_what_is_wrong(given, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(so_args=given)
+
+
+def test_a_grammar_needs_the_end_token_and_ids_of_the_vocabulary():
+    with pytest.raises(RequestError, match="ignore_eos=True cannot be combined with so_args"):
+        SamplingParams(so_args=REGEX, ignore_eos=True)
+    params = SamplingParams(so_args={**TRIGGERED, "bound_token_id": 9})
+    params.check_vocabulary(10)
+    with pytest.raises(RequestError, match="so_args has 9, outside the vocabulary of 9"):
+        params.check_vocabulary(9)
+
+
+def test_a_structured_output_is_plain_and_survives_transport():
+    given = {**TRIGGERED, "bound_token_id": np.int32(9), "max_free_tokens": 20, "end_needs_trigger": True}
+    params = SamplingParams(so_args=given)
+    kept = params.structured_output
+    assert kept == StructuredOutput(
+        schema_type="regex",
+        schema="a+",
+        trigger_token_ids=(7, 8, 7),
+        bound_token_id=9,
+        max_free_tokens=20,
+        end_needs_trigger=True,
+    )
+    assert replace(params, n=1) == params
+    assert hash(replace(params, n=1)) == hash(params)
+    packed = msgspec.msgpack.encode({each.name: getattr(params, each.name) for each in fields(params)})
+    assert SamplingParams(**msgspec.msgpack.decode(packed)) == params
+    assert SamplingParams(**msgspec.json.decode(msgspec.json.encode(asdict(params)))) == params
+
+
+def test_a_json_schema_may_be_text_or_a_value():
+    schema = {"type": "object", "properties": {"ä": {"type": "null"}}}
+    value = SamplingParams(so_args={"schema_type": "json", "schema": schema})
+    text = '{"type": "object", "properties": {"ä": {"type": "null"}}}'
+    assert value == SamplingParams(so_args={"schema_type": "json", "schema": text})
+    assert SamplingParams(so_args={"schema_type": "json", "schema": True}).structured_output.schema == "true"
 
 
 def test_neutral_values_ask_for_nothing():

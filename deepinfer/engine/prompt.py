@@ -222,6 +222,8 @@ def check_params(params: SamplingParams, config: ModelConfig, *, banned: Iterabl
         RequestError: names the parameter and the id.
     """
     params.check_vocabulary(config.vocab_size)
+    if params.so_args is not None:
+        raise RequestError("so_args asks for structured output, which this engine cannot enforce yet; leave it out")
     if config.image_token_id in (params.golden_token_ids or ()):
         raise RequestError(
             f"golden_token_ids has {config.image_token_id}, the token of images; answers have no images, leave it out"

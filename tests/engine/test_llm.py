@@ -226,7 +226,7 @@ def test_bad_prompts_say_what_is_wrong(llm, given, error, says):
         ({"first_n_token_no_eos": -1}, "first_n_token_no_eos=-1"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes'"),
         ({"seq_seed": 1.5}, "seq_seed=1.5"),
-        ({"so_args": {"regex": "a"}}, "structured output"),
+        ({"so_args": {"regex": "a"}}, "unknown key 'regex'"),
     ],
 )
 def test_bad_sampling_values_say_what_is_wrong(given, says):
