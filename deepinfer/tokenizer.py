@@ -167,6 +167,11 @@ class Tokenizer:
             )
         return self._added[spelling]
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of the added tokens, ascending.  :meth:`encode` never returns them."""
+        return tuple(sorted(self._added.values()))
+
     def compression_map(self) -> npt.NDArray[np.int32]:
         """The class of every id for Engram's hashes: ids whose texts differ only in case, accents or blanks share a class.
 
