@@ -146,6 +146,11 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--first-n-token-no-eos", type=int, default=0, show_default=True, help="Tokens before which no end is allowed."
             ),
+            click.option(
+                "--json-schema", metavar="TEXT", help="The answer is JSON that follows this schema; @FILE reads a file."
+            ),
+            click.option("--regex", metavar="TEXT", help="The whole answer matches this regex; @FILE reads a file."),
+            click.option("--ebnf", metavar="TEXT", help="The answer follows this grammar (root ::= …); @FILE reads a file."),
             click.option("--seed", type=int, default=None, help="Makes sampling repeatable.  [default: random]"),
             click.option("--ignore-eos", is_flag=True, help="Continue after the end token."),
         )
@@ -176,6 +181,12 @@ def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
         "allowed_token_ids": options.pop("allowed_token_id") or None,
         "banned_token_ids": options.pop("banned_token_id"),
     }
+    grammars = {kind: options.pop(name) for kind, name in (("json", "json_schema"), ("regex", "regex"), ("ebnf", "ebnf"))}
+    given = [(kind, text) for kind, text in grammars.items() if text is not None]
+    if len(given) > 1:
+        raise RequestError("--json-schema, --regex and --ebnf exclude each other; give one of them")
+    for kind, text in given:
+        sampling["so_args"] = {"schema_type": kind, "schema": _read(Path(text[1:])) if text.startswith("@") else text}
     seed = options.pop("seed")
     if seed is not None:
         sampling["seq_seed"] = seed
@@ -205,8 +216,10 @@ def generate(
     A line of --prompts is {"prompt": "…"} or {"prompt_token_ids": […]}, optionally with "id" and with its own sampling
     parameters: n, max_tokens, temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty,
     logit_bias ({"ID": VALUE}), stop_token_ids, allowed_token_ids, banned_token_ids, golden_token_ids (the output begins with
-    them), seq_seed, ignore_eos, first_n_token_no_eos, top_logprobs.  A line of --out has id, text, token_ids, finish_reason,
-    prompt_tokens and output_tokens.  If n is above 1, there is one line for each answer, with the answer's number as sample.
+    them), so_args ({"schema_type": "json", "schema": …}), seq_seed, ignore_eos, first_n_token_no_eos, top_logprobs.
+
+    A line of --out has id, text, token_ids, finish_reason, prompt_tokens and output_tokens.  If n is above 1, there is one line
+    for each answer, with the answer's number as sample.
     """
     sources = [name for name, given in (("TEXT", text), ("--file", file), ("--prompts", prompts)) if given is not None]
     if len(sources) != 1:
@@ -451,6 +464,35 @@ def batching(model: str, device: str, requests: int, repeats: int, num_drafts: i
     from deepinfer.bench.batching import run_batching
 
     click.echo(run_batching(model, device=device, num_requests=requests, repeats=repeats, num_drafts=num_drafts))
+
+
+@bench.command()
+@click.option(
+    "--schemas", type=click.Path(path_type=Path), help="Compile the schemas of this archive instead: tar, GROUP/NAME.json."
+)
+@click.option("--suite", type=click.Path(path_type=Path), help="Try the JSON Schema Test Suite in this archive instead.")
+@click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests at once.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of each kind.")
+@click.option("--num-drafts", type=click.IntRange(1), default=5, show_default=True, help="Drafts of a round.")
+def structured(
+    schemas: Path | None, suite: Path | None, model: str, device: str, requests: int, repeats: int, num_drafts: int
+) -> None:
+    """Measure structured outputs: masks, steps with and without grammars, and tokens of a round on long keys.
+
+    With --schemas or --suite it shows what compiles and what a grammar accepts instead.
+    """
+    from deepinfer.bench.structured import render_schemas, render_suite
+
+    if schemas is not None:
+        click.echo(render_schemas(schemas))
+    if suite is not None:
+        click.echo(render_suite(suite))
+    if schemas is None and suite is None:
+        from deepinfer.bench.constrained import run_constrained
+
+        click.echo(run_constrained(model, device=device, num_requests=requests, repeats=repeats, num_drafts=num_drafts))
 
 
 @bench.command()

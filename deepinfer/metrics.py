@@ -81,6 +81,14 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "spec_decode_num_draft_tokens_per_pos": _counter("tokens", "Drafts verified, by place in the round from 0.", "position"),
     "spec_decode_num_accepted_tokens_per_pos": _counter("tokens", "Drafts accepted, by place in the round from 0.", "position"),
     "spec_decode_verified_drafts": _histogram("tokens", "Drafts that one step verified.", _TOKENS),
+    # Structured outputs.
+    "grammar_compile_seconds": _histogram("seconds", "Time to compile a grammar.", _SECONDS),
+    "grammar_cache_hits": _counter("grammars", "Grammars that were compiled already."),
+    "grammar_cache_misses": _counter("grammars", "Grammars that had to be compiled."),
+    "grammar_timeouts": _counter("grammars", "Grammars whose compilation exceeded its time limit."),
+    "grammar_refusals": _counter("grammars", "Requests whose grammar was refused."),
+    "grammar_mask_seconds": _histogram("seconds", "Host time to fill the masks of one step with grammars.", _SECONDS),
+    "grammar_waiting_steps": _counter("steps", "Steps whose decision waited more than 0.1 ms for masks."),
     # Requests.
     "request_success": _counter("requests", "Requests that ended, by the reason of their last answer.", "finished_reason"),
     "admission_rejections": _counter("requests", "Requests refused on arrival.", "reason"),

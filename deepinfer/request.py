@@ -59,6 +59,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     PROMPT_LENGTH_EXCEEDED = "prompt_length_exceeded"
     INSUFFICIENT = "insufficient_system_resource"
+    GRAMMAR_ERROR = "grammar_error"
 
 
 SchemaType = Literal["regex", "json", "ebnf", "lark"]
@@ -303,8 +304,8 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a rule, and not only the model, depends on the tokens before."""
-        return self.has_penalties
+        """Whether a rule or a grammar, and not only the model, depends on the tokens before."""
+        return self.has_penalties or self.so_args is not None
 
     @property
     def has_token_mask(self) -> bool:
@@ -658,6 +659,7 @@ class RequestOutput:
             prompt token i after the tokens before it, entry 0 is None.
         nextn_logprobs, sum_smaller_probs: None; not computed.
         draft_tok, accept_tok: drafted and accepted tokens of the step; 0 without speculation.
+        message: why the request ended, for the finish reason "grammar_error"; otherwise None.
         confidence_score: the drafter's predicted probability that this token's draft is accepted; None without a draft.
     """
 
@@ -679,6 +681,7 @@ class RequestOutput:
     accept_tok: int = 0
     confidence_score: float | None = None
     sample_idx: int = 0
+    message: str | None = None
 
     def clone(self) -> RequestOutput:
         """Return the record itself, because records are immutable."""

@@ -162,6 +162,9 @@ class StepResult:
         confidences: [num_drafting, num_drafts] float32 of the drafts for the next round.  The requests are those of chunks that
             sample or have an anchor, and of rounds, in the order of the plan.  Empty without drafts.
         duration_ms: device time of the step.
+        mask_ms: time that a host thread computed grammar masks for the step; 0 without grammars.
+        mask_wait_ms: time that the decision of the step waited for these masks.
+        failures: request id -> why the request cannot follow its grammar; its tokens of this step are void.
         num_padding_rows: padding rows that the device computed, so that a captured graph fits.
     """
 
@@ -170,3 +173,6 @@ class StepResult:
     confidences: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_CONFIDENCES)
     duration_ms: float = 0.0
     num_padding_rows: int = 0
+    mask_ms: float = 0.0
+    mask_wait_ms: float = 0.0
+    failures: Mapping[str, str] = field(default_factory=dict)

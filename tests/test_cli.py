@@ -493,6 +493,8 @@ def test_every_command_explains_itself():
         ["bench", "steps", "--help"],
         ["bench", "batching", "--help"],
         ["bench", "spec", "--help"],
+        ["bench", "structured", "--help"],
+        ["chat", "--help"],
     ):
         result = run(*args)
         assert result.exit_code == 0

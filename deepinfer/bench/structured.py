@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from tabulate import tabulate
 
 from deepinfer.errors import ConfigError, EngineError, GrammarFailed, RequestError, reason
 from deepinfer.grammar.compiler import GrammarCompiler, compile_grammar
@@ -86,7 +87,8 @@ def measure_schemas(path: Path, *, timeout_s: float = TIMEOUT_S) -> SchemaReport
         ConfigError: the archive cannot be read.
     """
     tokenizer = byte_tokenizer()
-    compiler = GrammarCompiler(Vocabulary(tokenizer, tokenizer.vocab_size), timeout_s=timeout_s, num_threads=1, cache_bytes=0)
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
+    compiler = GrammarCompiler(lambda: vocabulary, timeout_s=timeout_s, num_threads=1, cache_bytes=0)
     groups: defaultdict[str, _Group] = defaultdict(_Group)
     reasons: Counter[str] = Counter()
     try:
@@ -111,6 +113,23 @@ def measure_schemas(path: Path, *, timeout_s: float = TIMEOUT_S) -> SchemaReport
         share=len(whole.compile_ms) / max(num_schemas, 1),
         num_timeouts=compiler.counts().num_timeouts,
     )
+
+
+def render_schemas(path: Path) -> str:
+    """The tables of :func:`measure_schemas`."""
+    report = measure_schemas(path)
+    groups = tabulate(report.groups, headers=SchemaReport.GROUP_HEADERS, floatfmt=".1f")
+    reasons = tabulate(report.reasons, headers=SchemaReport.REASON_HEADERS)
+    return f"{groups}\n\ncompiled {100 * report.share:.1f} %, over the time limit {report.num_timeouts}\n\n{reasons}"
+
+
+def render_suite(path: Path) -> str:
+    """The tables of :func:`measure_suite`."""
+    report = measure_suite(path)
+    tables = [tabulate(report.counts)]
+    for title, rows in (("invalid and accepted", report.accepted), ("valid and refused", report.refused)):
+        tables.append(f"{title}: {len(rows)}\n{tabulate(rows, headers=SuiteReport.INSTANCE_HEADERS) if rows else ''}")
+    return "\n\n".join(tables)
 
 
 def _row(group: _Group) -> tuple[Any, ...]:

@@ -14,14 +14,17 @@ from typing import ParamSpec, TypeVar
 
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.observed import ObservedCore
-from deepinfer.errors import ConfigError, EngineError, StepFailed
+from deepinfer.errors import ConfigError, EngineError, RequestError, StepFailed
 from deepinfer.executor.thread import SerialThread
+from deepinfer.grammar.compiler import CompiledGrammar
 from deepinfer.images import Picture
 from deepinfer.metrics import Snapshot
-from deepinfer.request import Request, RequestOutput
+from deepinfer.request import Request, RequestOutput, StructuredOutput
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_GRAMMAR_WAIT_S = 0.02
+"""The longest sleep of a turn that only waits for grammars; other calls wait for it."""
 _CLOSED = "this engine was closed; make a new one"
 
 
@@ -83,9 +86,22 @@ class Driver:
 
         return self._thread.submit(checked).result()
 
-    def add(self, request: Request, pictures: Sequence[Picture], arrived_s: float) -> None:
+    def add(
+        self, request: Request, pictures: Sequence[Picture], arrived_s: float, grammar: CompiledGrammar | None = None
+    ) -> None:
         """Take in a request that arrived at ``arrived_s`` by the monotonic clock; raises :class:`RequestError` like the core."""
-        self.run(lambda: self._open.add(request, pictures, arrived_s))
+        self.run(lambda: self._open.add(request, pictures, arrived_s, grammar))
+
+    def compile(self, args: StructuredOutput, salt: bytes = b"") -> CompiledGrammar:
+        """Compile a grammar and wait for it in the caller's thread.
+
+        Raises:
+            RequestError: the grammar is refused.
+        """
+        compiler = self.run(lambda: self.core.compiler)
+        if compiler is None:
+            raise RequestError("so_args asks for structured output, which this engine was started without; leave it out")
+        return compiler.submit(args, salt).result()
 
     def refused(self, error: Exception) -> None:
         """Count a request that was not taken in."""
@@ -136,6 +152,8 @@ class Driver:
 
     def _advance(self, turn: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         try:
+            if self.core.waits_for_grammars:
+                self.core.wait_for_grammars(_GRAMMAR_WAIT_S)
             return turn()
         except Exception as error:
             # Whatever the error is, the core may be in the middle of a step.

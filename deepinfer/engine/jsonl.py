@@ -19,8 +19,8 @@ from deepinfer.tokenizer import Tokenizer
 
 LINE_PARAMETERS = (
     "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "seq_seed", "ignore_eos",
-    "first_n_token_no_eos", "top_logprobs",
+    "logit_bias", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "golden_token_ids", "so_args", "seq_seed",
+    "ignore_eos", "first_n_token_no_eos", "top_logprobs",
 )  # fmt: skip
 """Sampling parameters that are allowed on a line."""
 

@@ -243,9 +243,12 @@ class LLM:
         now = time.monotonic()
         self._boxes.update({each.request_id: inbox for each in requests})
 
+        wanted = {each.params.structured_output: None for each in requests}
+        grammars = {args: None if args is None else self._engine.driver.compile(args) for args in wanted}
+
         def add() -> None:
             for request, prompt in zip(requests, prompts, strict=True):
-                self._engine.driver.add(request, prompt.pictures, now)
+                self._engine.driver.add(request, prompt.pictures, now, grammars[request.params.structured_output])
 
         self._engine.driver.run(add)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer.config import EngineArgs, ModelConfig, config_json, folder, load_config
+from deepinfer.config import EngineArgs, ModelConfig, config_json, environment, folder, load_config
 from deepinfer.engine.builtin import NANO_DIRECTORY, random_directory
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
@@ -22,6 +23,8 @@ from deepinfer.executor.clock import StepClock
 from deepinfer.executor.executor import Executor
 from deepinfer.executor.graphs import Buckets
 from deepinfer.executor.worker import Worker, workspace_bytes
+from deepinfer.grammar.compiler import GrammarCompiler
+from deepinfer.grammar.vocabulary import Vocabulary
 from deepinfer.kv.layout import KVLayout
 from deepinfer.kv.manager import KVManager
 from deepinfer.model.checkpoint.random_weights import random_tensors
@@ -219,7 +222,19 @@ def _layout(args: EngineArgs, config: ModelConfig) -> KVLayout:
     return KVLayout(config, page_tokens=args.tokens_per_block, max_drafts=args.max_backtracking_tokens - 1)
 
 
-def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor, *, progress: bool) -> EngineCore:
+def _compiler(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler:
+    """The compiler of grammars; it prepares the vocabulary when the first grammar comes."""
+    settings = environment()
+    return GrammarCompiler(
+        functools.cache(lambda: Vocabulary(tokenizer, vocab_size)),
+        timeout_s=settings.xgrammar_timeout,
+        num_threads=settings.so_builder_cpus,
+        cache_bytes=0 if settings.xgrammar_disable_cache else settings.xgrammar_cache_limit_bytes,
+        is_debug=settings.xgrammar_debug,
+    )
+
+
+def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor, tokenizer: Tokenizer, *, progress: bool) -> EngineCore:
     worker = executor.worker
     keep = _decoder_keep(args)
     exact_replay = config.exact_replay_tokens(is_decoder_bounded=keep > 0)
@@ -249,7 +264,8 @@ def _build_core(args: EngineArgs, config: ModelConfig, executor: Executor, *, pr
     budget = None
     if args.num_drafts and args.adaptive_drafts:
         budget = DraftBudget(worker.num_slots, args.num_drafts, _step_times(args, config, executor, progress=progress))
-    return EngineCore(executor, kv, limits, budget=budget, is_async=args.asynchronous)
+    compiler = _compiler(tokenizer, config.vocab_size)
+    return EngineCore(executor, kv, limits, budget=budget, is_async=args.asynchronous, compiler=compiler)
 
 
 def time_steps(
@@ -335,7 +351,7 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     )  # before others change it: the caller may have set it
     try:
         executor = Executor(lambda: _build_worker(args, config, classes, model_dir, num_threads=num_threads, progress=progress))
-        core = _build_core(args, config, executor, progress=progress)
+        core = _build_core(args, config, executor, tokenizer, progress=progress)
     except (MemoryError, RuntimeError) as error:
         if not _is_lack_of_memory(error):
             raise

@@ -16,6 +16,7 @@ from deepinfer.request import Request, RequestOutput
 if TYPE_CHECKING:
     # A core imports torch; the core process wants to answer its client before that is loaded.
     from deepinfer.engine.core import EngineCore
+    from deepinfer.grammar.compiler import CompiledGrammar
     from deepinfer.images import Picture
 
 
@@ -31,9 +32,11 @@ class ObservedCore:
         self.core = core
         self._observer = Observer(core.stats, log_every=log_every)
 
-    def add(self, request: Request, pictures: Sequence[Picture], arrived_s: float) -> None:
+    def add(
+        self, request: Request, pictures: Sequence[Picture], arrived_s: float, grammar: CompiledGrammar | None = None
+    ) -> None:
         """Take in a request that arrived at ``arrived_s`` by the monotonic clock; raises :class:`RequestError` like the core."""
-        self.core.add(request, pictures)
+        self.core.add(request, pictures, grammar)
         self._observer.arrived(request, arrived_s)
 
     def refused(self, error: Exception) -> None:
@@ -56,6 +59,8 @@ class ObservedCore:
 
     def snapshot(self) -> Snapshot:
         """Counters and histograms since the start."""
+        if self.core.compiler is not None:
+            self._observer.compiled(self.core.compiler.counts(), self.core.compiler.take_durations())
         return self._observer.snapshot()
 
     def close(self) -> None:
@@ -65,8 +70,12 @@ class ObservedCore:
     def _timed(self, advance: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         if self.core.is_idle:
             return []
+        before = self.core.last_step
         begin = time.monotonic()
         outputs = advance()
         now = time.monotonic()
         self._observer.stepped(outputs, now - begin, now)
+        step = self.core.last_step
+        if step is not None and step is not before and step[1].mask_ms:
+            self._observer.masked(step[1].mask_ms / 1e3, step[1].mask_wait_ms / 1e3)
         return outputs

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from deepinfer.grammar.compiler import CompilerCounts
 from deepinfer.metrics import Metrics, Snapshot
 from deepinfer.request import FinishReason, Request, RequestOutput
 from deepinfer.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
+_WAIT_S = 1e-4
+"""A decision that waits longer for masks is counted as waiting."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +126,20 @@ class Observer:
         window.busy_s += seconds
         if self._log_every is not None and window.steps >= self._log_every:
             self._log()
+
+    def masked(self, seconds: float, waited_s: float) -> None:
+        """The masks of a step took ``seconds``, and its decision waited ``waited_s`` for them."""
+        self.metrics.observe("grammar_mask_seconds", seconds)
+        self.metrics.add("grammar_waiting_steps", int(waited_s > _WAIT_S))
+
+    def compiled(self, counts: CompilerCounts, durations_s: Sequence[float]) -> None:
+        """Take over the counts of the grammar compiler, and the times of the grammars compiled since the last call."""
+        self.metrics.put("grammar_cache_hits", counts.num_hits)
+        self.metrics.put("grammar_cache_misses", counts.num_misses)
+        self.metrics.put("grammar_timeouts", counts.num_timeouts)
+        self.metrics.put("grammar_refusals", counts.num_refused)
+        for each in durations_s:
+            self.metrics.observe("grammar_compile_seconds", each)
 
     def snapshot(self) -> Snapshot:
         """All current numbers."""

@@ -250,7 +250,7 @@ class CoreProcess:
         """Take in all messages, and sleep if there is no work.  False if the client's process is gone."""
         timeout: int | None = None  # milliseconds
         if not self._core.is_idle:
-            timeout = 0
+            timeout = None if self._core.waits_for_grammars and self._deadline is None else 0
         elif self._deadline is not None:
             timeout = math.ceil(1000 * max(0, self._deadline - time.monotonic())) if self._preparing else 0
         ready = dict(self._poller.poll(timeout))
@@ -281,6 +281,11 @@ class CoreProcess:
     def _turn(self) -> None:
         with self._watchdog:
             outputs = self._observed.step()
+        for request_id, error in self._core.refused.items():
+            number = self._numbers.pop(request_id, None)
+            if number is not None:
+                del self._ids[number]
+                self._refuse(number, error)
         records = [each for each in outputs if each.request_id in self._numbers]
         if records:
             self._send(ipc.Outputs(numbers=[self._numbers[each.request_id] for each in records], records=records))
@@ -348,6 +353,8 @@ class CoreProcess:
         self._observed.add(request, pictures, message.arrived_s)
         self._ids[message.number] = message.request_id
         self._numbers[message.request_id] = message.number
+        if (grammar := self._core.grammar_of(message.request_id)) is not None:
+            grammar.add_done_callback(lambda _: self._wake())
 
     def _refuse(self, number: int, error: EngineError) -> None:
         self._observed.refused(error)

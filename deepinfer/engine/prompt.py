@@ -222,11 +222,15 @@ def check_params(params: SamplingParams, config: ModelConfig, *, banned: Iterabl
         RequestError: names the parameter and the id.
     """
     params.check_vocabulary(config.vocab_size)
-    if params.so_args is not None:
-        raise RequestError("so_args asks for structured output, which this engine cannot enforce yet; leave it out")
     if config.image_token_id in (params.golden_token_ids or ()):
         raise RequestError(
             f"golden_token_ids has {config.image_token_id}, the token of images; answers have no images, leave it out"
+        )
+    wanted = params.structured_output
+    if wanted is not None and config.eos_token_id in wanted.named_token_ids:
+        raise RequestError(
+            f"so_args names the end token {config.eos_token_id} in the trigger or as bound_token_id, but it ends the answer; "
+            "use another token"
         )
     if params.has_token_mask:
         forbidden = {config.image_token_id, *banned, *params.banned_token_ids}

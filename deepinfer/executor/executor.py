@@ -20,6 +20,7 @@ from deepinfer.errors import StepFailed, reason
 from deepinfer.executor.results import CopiedOut, Launched
 from deepinfer.executor.thread import Job, SerialThread
 from deepinfer.executor.worker import Worker
+from deepinfer.grammar.compiler import CompiledGrammar
 from deepinfer.images import Picture
 from deepinfer.kv.cache import CacheContent
 from deepinfer.request import SamplingParams
@@ -89,6 +90,10 @@ class Executor:
     def remove(self, request_id: str) -> None:
         """Forget a request after the steps launched so far."""
         self._unchecked.append(self._thread.submit(self.worker.remove, request_id))
+
+    def set_grammar(self, request_id: str, compiled: CompiledGrammar) -> None:
+        """Give an announced request its grammar, before its first step."""
+        self._unchecked.append(self._thread.submit(self.worker.set_grammar, request_id, compiled))
 
     def copy_out(self, page_ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> PendingCopy:
         """Copy pages [n] and slots [m] to the host, as the steps launched so far leave them."""

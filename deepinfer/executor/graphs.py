@@ -84,6 +84,12 @@ class PaddedStep:
         return [chunk.request_id for chunk in self.plan.chunks if chunk.drafts] + self._round_ids
 
     @property
+    def drafting_slots(self) -> list[int]:
+        """Slots of :attr:`drafting_ids`."""
+        rounds = self.plan.rounds[: self.num_rounds]
+        return [chunk.slot for chunk in self.plan.chunks if chunk.drafts] + [each.slot for each in rounds]
+
+    @property
     def _round_ids(self) -> list[str]:
         return [each.request_id for each in self.plan.rounds[: self.num_rounds]]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from deepinfer.kv.cache import CacheContent
 from deepinfer.request import SamplingParams
 from deepinfer.step import Sampled, StepResult
 
+_DEAD_END = (
+    "the grammar and the token rules of the request (banned, allowed and forced tokens, a held-back end) leave no token to go on "
+    "with; relax one of them"
+)
 _MAX_NAMED = 3
 """Most requests that an error names."""
 
@@ -86,6 +91,9 @@ class Launched:
         decided: copies on the host, complete when ``stopwatch`` has reached its end; None if the step decides nothing.
         prompt_logprobs: request id -> [num_targets] copies on the host.
         confidences: [num_drafting, num_drafts] copy on the host, or None.
+        draft_ids: [num_drafting, num_drafts] int64 copy on the host of the new drafts; None unless a grammar needs them.
+        failures: request id -> why the request cannot follow its grammar.
+        mask_ms, mask_wait_ms: as in the result.
         drafting_ids: ids of the requests in ``confidences``.
         stopwatch: measures the step.
         num_padding_rows: as in :class:`~deepinfer.step.StepResult`.
@@ -99,6 +107,29 @@ class Launched:
     drafting_ids: Sequence[str]
     stopwatch: Stopwatch
     num_padding_rows: int
+    draft_ids: Tensor | None = None
+    failures: Mapping[str, str] = field(default_factory=dict)
+    mask_ms: float = 0.0
+    mask_wait_ms: float = 0.0
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        self.stopwatch.wait_ms()
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        """Output tokens of a request; none if the step decided nothing for it.  Only after :meth:`wait`."""
+        if self.decided is None or request_id not in self.request_ids:
+            return []
+        idx = self.request_ids.index(request_id)
+        ids: list[int] = self.decided.token_ids[idx].tolist()
+        return ids[: int(self.decided.num_accepted[idx]) + 1]
+
+    def drafts_of(self, request_id: str) -> list[int]:
+        """New drafts of a request; none if the step made none.  Only after :meth:`wait`."""
+        if self.draft_ids is None or request_id not in self.drafting_ids:
+            return []
+        ids: list[int] = self.draft_ids[self.drafting_ids.index(request_id)].tolist()
+        return ids
 
     def result(self) -> StepResult:
         """Wait for the step and read its results.
@@ -133,6 +164,9 @@ class Launched:
                     num_drafts=num_drafts,
                     confidences=tuple(confidences[:num_drafts]),
                 )
+        failures = dict(self.failures)
+        if self.decided is not None:
+            failures |= dict.fromkeys(compress(self.request_ids, self.decided.is_dead.tolist()), _DEAD_END)
         empty = np.empty((0, 0), dtype=np.float32)
         return StepResult(
             sampled=sampled,
@@ -140,6 +174,9 @@ class Launched:
             confidences=empty if self.confidences is None else self.confidences.numpy(),
             duration_ms=duration_ms,
             num_padding_rows=self.num_padding_rows,
+            mask_ms=self.mask_ms,
+            mask_wait_ms=self.mask_wait_ms,
+            failures=failures,
         )
 
     def _check(self) -> None:

@@ -66,6 +66,22 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarMasks:
+    """Tokens that the grammars of a step allow, on the device.
+
+    Attributes:
+        owners: [num_constrained] int64 indices of the constrained requests among those of :class:`PackedRows`.
+        bits: [num_constrained, width + 1, num_words] int32; bit i of row j allows token i at offset j.
+        is_dead: [num_constrained, width + 1] bool, written by :meth:`TokenRules.apply`: rows in which rules and grammar leave no
+            token.
+    """
+
+    owners: Tensor
+    bits: Tensor
+    is_dead: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     """The rules of one request.
 
@@ -88,6 +104,10 @@ class _Rule:
     @property
     def has_mask(self) -> bool:
         return self.mask is not None or self.golden is not None or self.eos_from > self.num_prompt
+
+
+_WORD_BITS = 32
+"""Bits of one word of a grammar mask."""
 
 
 class _Table:
@@ -163,7 +183,7 @@ class TokenRules:
             ids, biases = zip(*params.bias_pairs, strict=True)
             values = torch.zeros(self._vocab_size).index_copy_(0, torch.tensor(ids), torch.tensor(biases))
             self._biases.tensors[0][bias] = to_device(values, self._device)
-        if params.needs_history:
+        if params.has_penalties:
             history = self._histories.take()
         if params.golden_token_ids is not None:
             # Each step copies these; tokens after max_tokens are never used.
@@ -190,7 +210,7 @@ class TokenRules:
 
         Args:
             token_ids: [num_tokens] all tokens of the request, prompt and then output.  None keeps the counts; use it for a
-                request without ``params.needs_history``, and for a request that already runs.
+                request without penalties, and for a request that already runs.
         """
         rule = self._rules.get(request_id)
         if rule is None:
@@ -206,12 +226,13 @@ class TokenRules:
         counts.zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         seen.zero_().index_fill_(0, prompt, True)
 
-    def apply(self, logits: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
+    def apply(self, logits: Tensor, packed: PackedRows, grammar: GrammarMasks | None = None) -> tuple[Tensor, Tensor]:
         """Apply the rules of a step's requests to its logits.
 
         Args:
             logits: [num_logits, vocab_size] of the model; not changed.
             packed: the requests of the logits.
+            grammar: tokens that grammars allow; rows without any allowed token are marked in it.
 
         Returns:
             logits: the same object if no request of the step has a bias or penalties; else [num_logits, vocab_size] fp32 (fp64
@@ -220,7 +241,7 @@ class TokenRules:
                 [num_logits, vocab_size].
         """
         present = [(i, self._rules[name]) for i, name in enumerate(packed.request_ids) if name in self._rules]
-        if not present:
+        if not present and grammar is None:
             return logits, self._allowed
         rows = _Rows(packed, self._device)
         biased = [(i, rule.bias) for i, rule in present if rule.bias is not None]
@@ -239,12 +260,30 @@ class TokenRules:
             self._penalise(logits, penalised[part], rows)
         if biased or penalised:
             logits = logits[:-1]
-        if not masked:
+        if not masked and grammar is None:
             return logits, self._allowed
         mask = self._allowed.repeat(rows.num_logits + 1, 1)
-        for part in parts_of(len(masked), num_bytes):
+        for part in parts_of(len(masked), num_bytes) if masked else ():
             self._mask(mask, masked[part], rows)
+        if grammar is not None:
+            for part in parts_of(len(grammar.owners), num_bytes):
+                self._constrain(mask, grammar, part, rows)
         return logits, mask[:-1]
+
+    def _constrain(self, mask: Tensor, grammar: GrammarMasks, part: slice, rows: _Rows) -> None:
+        """Remove the tokens from ``mask`` that the grammars of some requests forbid.
+
+        A row that would have no token left keeps the tokens of its other rules and is marked as dead.
+        """
+        owners, words = grammar.owners[part], grammar.bits[part]
+        where = rows.of(owners)
+        before = mask[where]
+        shifts = torch.arange(words.shape[-1] * _WORD_BITS, device=self._device)[: self._vocab_size]
+        allowed = (words[..., shifts // _WORD_BITS] >> (shifts % _WORD_BITS).int()) & 1
+        after = before & allowed.bool().flatten(0, 1)
+        is_dead = ~after.any(1, keepdim=True)
+        mask.index_copy_(0, where, torch.where(is_dead, before, after))
+        grammar.is_dead[part] = is_dead.view(len(owners), rows.height)
 
     def record(self, request_ids: Sequence[str], emitted: Tensor) -> None:
         """Count the tokens that a step has emitted.

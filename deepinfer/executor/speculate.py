@@ -18,7 +18,8 @@ from torch import Tensor
 
 from deepinfer.config import DraftSampling
 from deepinfer.executor.graphs import Graphs
-from deepinfer.executor.rules import PackedRows, TokenRules
+from deepinfer.executor.masks import StepMasks
+from deepinfer.executor.rules import GrammarMasks, PackedRows, TokenRules
 from deepinfer.executor.slots import SlotTable
 from deepinfer.kv.cache import KVCache
 from deepinfer.model.drafter import Drafter
@@ -59,6 +60,7 @@ class Decided:
             arbitrary after the last token.
         top_ids, top_logprobs: [num_requests, num_drafts + 1, k] best tokens; arbitrary after the last token.
         confidences: [num_requests, num_drafts] fp32 of the verified drafts.
+        is_dead: [num_requests] bool, whether a token was decided in a row where rules and grammar leave no token.
     """
 
     starts: Tensor
@@ -69,6 +71,7 @@ class Decided:
     top_ids: Tensor
     top_logprobs: Tensor
     confidences: Tensor
+    is_dead: Tensor
 
     def rounds(self, num_rounds: int) -> tuple[Tensor, Tensor]:
         """Anchor positions and accepted drafts of the rounds: [num_rounds] int64 each."""
@@ -165,6 +168,7 @@ class Speculator:
         rounds: RoundRows | None,
         logits: Tensor,
         params: Sequence[SamplingParams],
+        masks: StepMasks | None = None,
     ) -> Decided:
         """Sample the next tokens of chunks, verify the drafts of rounds, and update the slot table.
 
@@ -173,6 +177,7 @@ class Speculator:
             plan_rounds, rounds: the rounds of the plan, and the result of :meth:`lay_out`.
             logits: [len(chunks) + rows of rounds, vocab_size].
             params: parameters of the chunks' requests, then of the rounds' requests.
+            masks: tokens that the grammars of some of these requests allow.
         """
         table, num_chunks = self._table, len(chunks)
         requests: tuple[Chunk | Round, ...] = (*chunks, *plan_rounds)
@@ -189,7 +194,8 @@ class Speculator:
 
         request_ids = [each.request_id for each in requests]
         packed = PackedRows(request_ids=request_ids, owners=owners, offsets=offsets, positions=positions, draft_ids=draft_ids)
-        adjusted, mask = self._rules.apply(logits, packed)
+        grammar = None if masks is None else self._grammar_masks(masks)
+        adjusted, mask = self._rules.apply(logits, packed, grammar)
         rows = table.sampling(slots, filters=any(each.has_filters for each in params))
         if self._mode == "coupled":
             num_accepted, token_ids = verify_coupled(adjusted, draft_ids, lens, rows, starts, mask=mask)
@@ -219,7 +225,43 @@ class Speculator:
             top_ids=top_ids,
             top_logprobs=top_values,
             confidences=confidences,
+            is_dead=self._is_dead(grammar, num_accepted),
         )
+
+    def _grammar_masks(self, masks: StepMasks) -> GrammarMasks:
+        bits = to_device(torch.from_numpy(masks.bits), self._device)
+        is_dead = torch.zeros(bits.shape[:2], dtype=torch.bool, device=self._device)
+        return GrammarMasks(owners=to_device(torch.from_numpy(masks.owners), self._device), bits=bits, is_dead=is_dead)
+
+    def _is_dead(self, grammar: GrammarMasks | None, num_accepted: Tensor) -> Tensor:
+        """[num_requests] bool: whether one of the rows up to the last accepted draft is dead."""
+        found = torch.zeros_like(num_accepted, dtype=torch.bool)
+        if grammar is not None:
+            offsets = torch.arange(grammar.is_dead.shape[1], device=self._device)
+            is_used = offsets <= num_accepted[grammar.owners].unsqueeze(1)
+            found[grammar.owners] = (grammar.is_dead & is_used).any(1)
+        return found
+
+    def _forced(self, masks: StepMasks | None, decided: Decided | None, drafting: int, skipped: Sequence[int]) -> Tensor | None:
+        """Drafts that the grammars force: [drafting, num_drafts] int64, -1 where the drafter chooses; None without grammars.
+
+        Args:
+            drafting: number of requests that get drafts.
+            skipped: indices among them of requests that the step does not decide.
+        """
+        if masks is None or decided is None:
+            return None
+        forced = torch.full((drafting, self.num_drafts), -1, dtype=torch.int64, device=self._device)
+        owners, offsets = (to_device(torch.from_numpy(each), self._device) for each in (masks.owners, masks.forced_offsets))
+        table = to_device(torch.from_numpy(masks.forced_ids), self._device)
+        num_accepted = decided.num_accepted[owners]
+        # Draft k follows num_accepted drafts and the token that was decided after them.
+        idx = (num_accepted - offsets).unsqueeze(1) + torch.arange(1, self.num_drafts + 1, device=self._device)
+        ids = table.gather(1, idx.clamp(0, table.shape[1] - 1))
+        ids = torch.where((idx >= 0) & (idx < table.shape[1]) & (num_accepted >= offsets).unsqueeze(1), ids, -1)
+        places = [place for place in range(drafting) if place not in set(skipped)]
+        forced[self._column(places)[owners]] = ids
+        return forced
 
     def draft(
         self,
@@ -230,6 +272,7 @@ class Speculator:
         cache: KVCache,
         *,
         recurs: bool = False,
+        masks: StepMasks | None = None,
     ) -> Tensor | None:
         """Write the accepted tokens into the drafter's context, and make drafts for every request that goes on.
 
@@ -237,6 +280,7 @@ class Speculator:
             plan, rounds, decided: the plan, and the results of :meth:`lay_out` and :meth:`decide`.
             context: rows of the step for the drafter.
             recurs: whether later steps have the same numbers of requests and rows, so that a graph is worth its capture.
+            masks: as for :meth:`decide`; tokens that a grammar forces take the place of drafts.
 
         Returns:
             [num_drafting, num_drafts] fp32 confidences in the order of :attr:`StepResult.confidences`, NaN where a draft's logits
@@ -262,18 +306,25 @@ class Speculator:
         drafting += plan.rounds
         slots_drafting = [each.slot for each in drafting]
         floors = [max(each.window_floor, each.decoder_floor) for each in drafting]
-        key = (len(drafting), len(owners)) if recurs else None
+        skipped = [place for place, each in enumerate(drafting) if isinstance(each, Chunk) and not each.samples]
+        forced = self._forced(masks, decided, len(drafting), skipped)
+        key = (len(drafting), len(owners), forced is not None) if recurs else None
         inputs = torch.tensor([slots_drafting, floors], dtype=torch.int64), context.aux, context.positions, owners
-        return self._graphs.run(key, partial(self._remember_and_draft, cache), *inputs)
+        return self._graphs.run(key, partial(self._remember_and_draft, cache), *inputs, *(() if forced is None else (forced,)))
+
+    def draft_ids(self, slots: Sequence[int]) -> Tensor:
+        """The last drafts of the requests in ``slots``: [len(slots), num_drafts] int64 on the device."""
+        return self._table.draft_ids[self._column(slots)]
 
     def _remember_and_draft(
-        self, cache: KVCache, numbers: Tensor, aux: Tensor, positions: Tensor, owners: Tensor
+        self, cache: KVCache, numbers: Tensor, aux: Tensor, positions: Tensor, owners: Tensor, forced: Tensor | None = None
     ) -> Tensor | None:
         """Write context rows, then draft; returns None without requests to draft for.
 
         Args:
             numbers: [2, num_drafting] int64 slots and floors of the requests to draft for.
             aux, positions, owners: the context rows, as arguments of :meth:`Drafter.commit`.
+            forced: as for :meth:`Drafter.draft`.
         """
         assert self._drafter is not None, "only an engine with a drafter has context rows"
         self._drafter.commit(aux, positions, owners, cache)
@@ -289,6 +340,7 @@ class Speculator:
             self._mode,
             self.num_drafts,
             cache,
+            forced,
         )
         # NaN stays NaN, so that the host sees it; the ranking of drafts treats it as 0.
         # A request that has ended gets no drafts of the next step, even if its round is planned already.

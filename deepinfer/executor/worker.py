@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import DraftSampling, ModelConfig
+from deepinfer.executor.grammars import Grammars
 from deepinfer.executor.graphs import Buckets, Graphs, PaddedStep
+from deepinfer.executor.masks import StepMasks
 from deepinfer.executor.pictures import Features, Gallery
 from deepinfer.executor.results import CopiedOut, Launched, Stopwatch, on_host, to_host
 from deepinfer.executor.rules import TokenRules, rules_bytes
 from deepinfer.executor.slots import SlotTable
 from deepinfer.executor.speculate import Context, Speculator, finite_logprobs
 from deepinfer.executor.team import Team
+from deepinfer.grammar.compiler import CompiledGrammar
 from deepinfer.images import Picture
 from deepinfer.kv.cache import CacheContent, KVCache
 from deepinfer.kv.layout import KVLayout
@@ -72,6 +76,7 @@ class _Unfinished:
     """An unfinished request as the worker knows it."""
 
     params: SamplingParams
+    num_prompt: int
     num_tokens_max: int
     features: Features | None
 
@@ -169,6 +174,7 @@ class Worker:
             eos_token_id=config.eos_token_id,
             graphs=Graphs(device, enabled=capture_draft and buckets is not None),
         )
+        self._grammars = Grammars(vocab_size, num_drafts)
         self.team = Team(num_threads)
         self._unfinished: dict[str, _Unfinished] = {}
         self._owners: dict[int, str] = {}  # slot -> request whose row it holds
@@ -187,7 +193,9 @@ class Worker:
             assert self._gallery is not None, "pictures are accepted only with a vision tower"
             features = self._gallery.take(pictures)
         num_tokens_max = min(num_prompt + params.max_tokens, self._max_model_len)
-        self._unfinished[request_id] = _Unfinished(params=params, num_tokens_max=num_tokens_max, features=features)
+        self._unfinished[request_id] = _Unfinished(
+            params=params, num_prompt=num_prompt, num_tokens_max=num_tokens_max, features=features
+        )
         self._rules.add(request_id, params, num_prompt)
 
     def remove(self, request_id: str) -> None:
@@ -196,7 +204,14 @@ class Worker:
         if features is not None and self._gallery is not None:
             self._gallery.give_back(features)
         self._rules.remove(request_id)
+        self._grammars.remove(request_id)
         self._owners = {slot: owner for slot, owner in self._owners.items() if owner != request_id}
+
+    def set_grammar(self, request_id: str, compiled: CompiledGrammar) -> None:
+        """Give a request its grammar, before its first step."""
+        args = self._unfinished[request_id].params.structured_output
+        assert args is not None, "only a request with so_args has a grammar"
+        self._grammars.add(request_id, compiled, args)
 
     @torch.inference_mode()
     def copy_out(self, page_ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> CopiedOut:
@@ -236,11 +251,17 @@ class Worker:
         self._cache.copy_pages(plan.page_copies)
         self._cache.copy_slots([(chunk.restore_from, chunk.slot) for chunk in plan.chunks if chunk.restore_from is not None])
         step = self._buckets.pad(plan) if self._buckets is not None else PaddedStep.of(plan)
-        return self._decide(step, self._forward(step), stopwatch)
-
-    def _forward(self, step: PaddedStep) -> _Forward:
-        """Lay out the rounds and run the network; from a graph if the step recurs."""
         features = self._take_chunks(step.plan)
+        masks = self._grammars.begin(step.sampling_ids)
+        ran = self._forward(step, features)
+        start = time.perf_counter()
+        ready = None if masks is None else masks.result()
+        launched = self._decide(step, ran, ready, stopwatch, mask_wait_ms=1e3 * (time.perf_counter() - start))
+        self._grammars.launched(launched)
+        return launched
+
+    def _forward(self, step: PaddedStep, features: Mapping[str, Tensor]) -> _Forward:
+        """Lay out the rounds and run the network; from a graph if the step recurs."""
         numbers = StepNumbers(
             step.plan, step.num_round_rows, config=self.config, layout=self.layout, replay_mode=self.replay_mode
         )
@@ -255,7 +276,9 @@ class Worker:
         key = numbers.shape if step.recurs else None
         return self._graphs.run(key, forward, numbers.packed, self._speculator.round_numbers(step.plan))
 
-    def _decide(self, step: PaddedStep, ran: _Forward, stopwatch: Stopwatch) -> Launched:
+    def _decide(
+        self, step: PaddedStep, ran: _Forward, masks: StepMasks | None, stopwatch: Stopwatch, *, mask_wait_ms: float
+    ) -> Launched:
         """Choose tokens, make drafts, save states, and start the copies of the results to the host.
 
         Values that the host computes while the forward pass runs may be used here.
@@ -265,18 +288,24 @@ class Worker:
         params = [self._unfinished[name].params for name in names]
         decided = None
         if names:
-            decided = self._speculator.decide(step.sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params)
-        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=step.recurs)
+            decided = self._speculator.decide(step.sampling, plan.rounds, ran.rounds, self.model.logits(hidden), params, masks)
+        confidences = self._speculator.draft(plan, ran.rounds, decided, ran.context, self._cache, recurs=step.recurs, masks=masks)
         self._cache.copy_slots([(chunk.slot, chunk.save_to) for chunk in plan.chunks if chunk.save_to is not None])
         if decided is not None and any(each.save_to for each in plan.rounds):
             self._cache.copy_slots_on_device(*self._speculator.reached(plan.rounds, decided))
-        drafting = step.drafting_ids
+        drafting, draft_ids = step.drafting_ids, None
+        if confidences is not None and any(name in self._grammars for name in drafting):
+            draft_ids = to_host(self._speculator.draft_ids(step.drafting_slots))
         launched = Launched(
             request_ids=names,
             params=params,
             decided=on_host(decided, len(names)) if decided is not None else None,
             prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
             confidences=to_host(confidences[: len(drafting)]) if confidences is not None else None,
+            draft_ids=draft_ids,
+            failures={} if masks is None else masks.failures,
+            mask_ms=0.0 if masks is None else masks.fill_ms,
+            mask_wait_ms=0.0 if masks is None else mask_wait_ms,
             drafting_ids=drafting,
             stopwatch=stopwatch,
             num_padding_rows=step.num_padding_rows,
@@ -301,6 +330,7 @@ class Worker:
                 self._rules.start(chunk.request_id)
             if chunk.history_ids is not None:
                 self._rules.start(chunk.request_id, chunk.history_ids)
+                self._grammars.start(chunk.request_id, chunk.history_ids[known.num_prompt :])
             if known.features is not None:
                 count = int(np.count_nonzero(chunk.token_ids == self.config.image_token_id))
                 if count:

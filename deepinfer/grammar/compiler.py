@@ -20,6 +20,7 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -86,7 +87,6 @@ def compile_grammar(args: StructuredOutput, vocabulary: Vocabulary) -> CompiledG
     Raises:
         RequestError: the grammar is refused.  The message names what is wrong and what to do.
     """
-    _check_trigger(args, vocabulary)
     _check_size(args)
     text = args.schema
     named: tuple[int, ...] = ()
@@ -122,14 +122,6 @@ def compile_grammar(args: StructuredOutput, vocabulary: Vocabulary) -> CompiledG
 def _check_size(args: StructuredOutput) -> None:
     if len(args.schema.encode()) > MAX_SCHEMA_BYTES:
         raise RequestError(f"the {_KINDS[args.schema_type]} has more than {MAX_SCHEMA_BYTES} bytes; shorten it")
-
-
-def _check_trigger(args: StructuredOutput, vocabulary: Vocabulary) -> None:
-    if vocabulary.eos_token_id in args.named_token_ids:
-        raise RequestError(
-            f"so_args names the end token {vocabulary.eos_token_id} in the trigger or as bound_token_id, but it ends the answer; "
-            "use another token"
-        )
 
 
 def _matcher(vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
@@ -214,11 +206,18 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, timeout_s: float, num_threads: int, cache_bytes: int, is_debug: bool = False
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        *,
+        timeout_s: float,
+        num_threads: int,
+        cache_bytes: int,
+        is_debug: bool = False,
     ) -> None:
         """Start without threads; the first request starts them.
 
         Args:
+            vocabulary: gives the model's tokens; called in a thread when the first grammar comes, because it takes a second.
             timeout_s: time limit from :meth:`submit` to the result.
             num_threads: most threads that compile.
             cache_bytes: size of the cache; 0 keeps nothing.
@@ -250,7 +249,6 @@ class GrammarCompiler:
         """
         future: Future[CompiledGrammar] = Future()
         try:  # what needs no thread
-            _check_trigger(args, self._vocabulary)
             _check_size(args)
         except RequestError as error:
             self._refuse([future], str(error))
@@ -396,7 +394,7 @@ class GrammarCompiler:
         start = time.monotonic()
         result: CompiledGrammar | RequestError
         try:
-            result = compile_grammar(job.args, self._vocabulary)
+            result = compile_grammar(job.args, self._vocabulary())
         except RequestError as error:
             result = error
         except BaseException as error:  # a panic of the library is not an Exception

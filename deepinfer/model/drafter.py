@@ -133,6 +133,7 @@ class Drafter:
         mode: DraftSampling,
         num_drafts: int,
         cache: KVCache,
+        forced: Tensor | None = None,
     ) -> Drafts:
         """Draft the tokens after each request's anchor.
 
@@ -145,6 +146,8 @@ class Drafter:
             mode: how drafts are chosen.
             num_drafts: number of drafts, 1 to ``width``.  A block always has ``width`` tokens, as in training.
             cache: only read.
+            forced: [num_requests, num_drafts] int64, tokens that replace drafts, -1 for none.  Such a draft has confidence 1, and
+                the logits it was drawn from are one-hot.
 
         Source: DSpark paper, draft backbone and Markov head.  Cost: no host sync.
         """
@@ -165,8 +168,17 @@ class Drafter:
                 mode,
                 temperature,
             )
+            confidence = torch.where(is_finite(used), confidence, torch.nan)
+            if forced is not None:
+                token_ids = forced[:, number]
+                is_forced = token_ids >= 0
+                prev = torch.where(is_forced, token_ids, prev)
+                confidence = torch.where(is_forced & ~confidence.isnan(), 1.0, confidence)
+                if mode == "sampled":
+                    one_hot = torch.full_like(used, -torch.inf).scatter_(1, token_ids.clamp_min(0).unsqueeze(1), 0.0)
+                    used = torch.where(is_forced.unsqueeze(1), one_hot, used)
             ids.append(prev)
-            confidences.append(torch.where(is_finite(used), confidence, torch.nan))
+            confidences.append(confidence)
             if mode == "sampled":
                 logits.append(used)
         return Drafts(

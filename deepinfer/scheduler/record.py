@@ -9,7 +9,12 @@ from deepinfer.step import Sampled
 
 
 def record(
-    state: RequestState, sampled: Sampled | None, number: int, reason: FinishReason | None, max_num_batched_tokens: int
+    state: RequestState,
+    sampled: Sampled | None,
+    number: int,
+    reason: FinishReason | None,
+    max_num_batched_tokens: int,
+    message: str | None = None,
 ) -> RequestOutput:
     """Record of the last token of ``state``, or of an end without a token.
 
@@ -18,6 +23,7 @@ def record(
         number: which of them is the last token of ``state``.
         reason: why the request ends with this record, or None.
         max_num_batched_tokens: token budget of the engine.
+        message: why the request ends, if its grammar ends it.
     """
     token_id = logprob = confidence = prompt_logprobs = None
     top_token_ids: tuple[int, ...] = ()
@@ -48,6 +54,7 @@ def record(
         draft_tok=num_drafts,
         accept_tok=num_accepted,
         confidence_score=confidence,
+        message=message,
     )
 
 

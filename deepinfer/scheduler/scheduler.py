@@ -137,10 +137,22 @@ class Scheduler:
                 self._end(state, FinishReason.ABORT)
         return num_requests, num_tokens
 
+    def fail(self, request_id: str, message: str) -> None:
+        """End a request that cannot follow its grammar.  Its last record has the reason and ``message``."""
+        state = self._requests.find(request_id)
+        if state is not None:
+            self._outputs.append(self._failed(state, message))
+
     def take_outputs(self) -> list[RequestOutput]:
         """Records of requests that ended without a step.  The next :meth:`commit` would return them too."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _failed(self, state: RequestState, message: str) -> RequestOutput:
+        """End a request whose grammar failed; returns its last record."""
+        reason = FinishReason.GRAMMAR_ERROR
+        self._end(state, reason)
+        return record(state, None, 0, reason, self.limits.max_num_batched_tokens, message)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         self._requests.end(state)
@@ -417,6 +429,8 @@ class Scheduler:
     def _commit_entry(self, entry: InFlight, result: StepResult) -> list[RequestOutput]:
         """Commit a chunk or a round of a request; returns the records of its new tokens."""
         state, request_id = entry.state, entry.state.request.request_id
+        if entry.samples and request_id in result.failures:
+            return [self._failed(state, result.failures[request_id])]
         state.num_in_flight -= 1
         before = state.num_computed_tokens
         state.num_written_tokens = max(state.num_written_tokens, entry.end or before + 1 + entry.max_drafts)

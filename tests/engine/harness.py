@@ -43,6 +43,7 @@ def build(
     buckets=None,
     banned_token_ids=(),
     tower=None,
+    compiler=None,
 ):
     """An engine in the production regime, or in fp64 with ``exact``."""
     network = model("golden", device, exact=exact)
@@ -86,7 +87,7 @@ def build(
     curve = CostCurve([1, 2, 4, 8, 16, 32], [1.0, 1.1, 1.3, 1.9, 3.3, 6.0])
     if is_adaptive and num_drafts:
         draft_budget = DraftBudget(num_slots, num_drafts, curve)
-    return EngineCore(Executor(lambda: worker), kv, limits, budget=draft_budget, is_async=is_async)
+    return EngineCore(Executor(lambda: worker), kv, limits, budget=draft_budget, is_async=is_async, compiler=compiler)
 
 
 class KnowingDrafter(Drafter):
@@ -102,8 +103,8 @@ class KnowingDrafter(Drafter):
         super().__init__(network, weights("golden"))
         self._texts, self._num_right = texts, num_right
 
-    def draft(self, anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache):
-        drafts = super().draft(anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache)
+    def draft(self, anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache, forced=None):
+        drafts = super().draft(anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache, forced)
         ids, confidences = drafts.ids.tolist(), drafts.confidences.clone()
         for number, (seed, position) in enumerate(zip(rows.seeds.tolist(), anchor_positions.tolist(), strict=True)):
             text = self._texts.get(seed)

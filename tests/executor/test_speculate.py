@@ -36,7 +36,7 @@ class FakeDrafter:
         kept = slots > 0
         self.committed += list(zip(slots[kept].tolist(), positions[kept].tolist(), aux[kept, 0].tolist(), strict=True))
 
-    def draft(self, anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache):
+    def draft(self, anchors, anchor_positions, slots, floors, rows, mode, num_drafts, cache, forced=None):
         self.asked += list(zip(slots.tolist(), anchors.tolist(), anchor_positions.tolist(), floors.tolist(), strict=True))
         count = len(slots)
         ids = torch.full((count, num_drafts), 3) if self.ids is None else torch.tensor(self.ids)
