@@ -49,7 +49,7 @@ class _WithoutForced(Grammars):
 
 def _requests(tokenizer: Tokenizer, count: int, max_tokens: int, so_args: dict[str, Any] | None) -> list[Request]:
     """Requests that differ in their seeds.  Only answers with long keys may end before ``max_tokens``."""
-    prompt = tuple(tokenizer.encode("Fill in the form.\n"))
+    prompt = (tokenizer.bos_id, *tokenizer.encode("Fill in the form.\n"))
     banned = [] if so_args is _LONG_KEYS else [tokenizer.eos_id]
     made = []
     for seed in range(count):

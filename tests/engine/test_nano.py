@@ -23,20 +23,20 @@ def nano():
     llm.close()
 
 
-def prompts(tokenizer):
+def prompts(llm):
     """Token ids of the recorded prompts: texts, and questions in the chat format."""
     for each in RECORDED:
         if "text" in each:
-            yield tokenizer.encode(each["text"])
+            yield llm.prompt_ids(each["text"])
         else:
-            yield encode(tokenizer, render([Message("user", each["question"])]))
+            yield encode(llm.get_tokenizer(), render([Message("user", each["question"])]))
 
 
 def record(llm):
     """The greedy outputs of the recorded prompts: token ids, and how far the second best token is away."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, top_logprobs=2)
     llm.decode_sequence = False
-    answers = llm.generate(prompt_token_ids=list(prompts(llm.get_tokenizer())), sampling_params=params, use_tqdm=False)
+    answers = llm.generate(prompt_token_ids=list(prompts(llm)), sampling_params=params, use_tqdm=False)
     for each, records in zip(RECORDED, answers, strict=True):
         ids = [one.token_id for one in records]
         gaps = [round(one.top_logprobs[0] - one.top_logprobs[1], 3) for one in records]
