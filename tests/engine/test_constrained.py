@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
+import regex
 
 from deepinfer.errors import RequestError
 from deepinfer.request import FinishReason, SamplingParams
@@ -28,6 +29,16 @@ SCHEMA = {
 }
 WHOLE = re.compile(r"[a-f]{2,5}-(north|south|northwest)\.[0-9]{3}")
 LIST = re.compile(r"\[(x(,x)*)?\]")
+BLANKS = r"[ \t\n\r]{0,8}"
+STRING = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){0,6}"'
+ENTRIES = [rf'(?:"name"{BLANKS}:{BLANKS}{STRING}{BLANKS},{BLANKS})?']
+ENTRIES += [rf'"kind"{BLANKS}:{BLANKS}"(?:a|another) long word"{BLANKS},{BLANKS}', rf'"count"{BLANKS}:{BLANKS}(?:0|[1-9][0-9]?)']
+BEGINNINGS = {
+    "json": rf"\{{{BLANKS}{''.join(ENTRIES)}{BLANKS}\}}",
+    "regex": WHOLE.pattern,
+    "ebnf": LIST.pattern,
+}
+"""Patterns of whole answers, to judge the beginning of one that was cut."""
 GRAMMARS = [
     ({"schema_type": "json", "schema": SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SCHEMA) is None),
     ({"schema_type": "regex", "schema": WHOLE.pattern}, lambda text: WHOLE.fullmatch(text) is not None),
@@ -97,10 +108,12 @@ def check_answer(each, answer):
         judge = next(judge for given, judge in GRAMMARS if given["schema_type"] == args.schema_type)
         assert judge(LETTERS.decode(ids)), LETTERS.decode(ids)
         return True
+    text = LETTERS.decode(ids)
+    assert regex.fullmatch(BEGINNINGS[args.schema_type], text, partial=True), text
     return False
 
 
-@pytest.mark.parametrize("block", [pytest.param(n, marks=[pytest.mark.slow] if n >= 5 else []) for n in range(120)])
+@pytest.mark.parametrize("block", [pytest.param(n, marks=[pytest.mark.slow] if n >= 3 else []) for n in range(150)])
 def test_constrained_drafted_is_plain(block):
     seen = dict.fromkeys(["valid", "accepted", "preempted"], 0)
     for seed in range(5 * block, 5 * block + 5):
@@ -242,3 +255,29 @@ def test_the_end_token_cannot_be_forced(given):
     with pytest.raises(RequestError, match="so_args names the end token 1"):
         core.add(request("a", (3, 4), params))
     core.close()
+
+
+@pytest.mark.parametrize("has_bound", [False, True])
+@pytest.mark.parametrize("budget", range(8))
+def test_the_trigger_may_fall_at_every_place_of_a_round(budget, has_bound):
+    """All drafts are right, so rounds go right across the bound token, the trigger and the first constrained token."""
+    args = {"schema_type": "regex", "schema": "[xyz]{9}", "trigger_token_ids": list(TRIGGER), "max_free_tokens": budget}
+    args |= {"end_needs_trigger": True} | ({"bound_token_id": BOUND} if has_bound else {})
+    work = [
+        request(
+            f"r{number}", tokens(rng_of(number, 44), 12 + number), SamplingParams(max_tokens=30, seq_seed=number, so_args=args)
+        )
+        for number in range(3)
+    ]
+    expected = whole(work)
+    core = build(num_drafts=5, drafter=knowing(work, expected, lambda *_: 5), compiler=compiler())
+    assert drain(core, work) == expected
+    stats = core.stats()
+    core.close()
+    assert sum(stats.num_accepted_drafts) > 0.5 * sum(stats.num_verified_drafts)
+    for answer in expected.values():
+        ids = [token_id for token_id, _ in answer]
+        forced = ([BOUND] if has_bound else []) + list(TRIGGER)
+        assert ids[budget : budget + len(forced)] == forced
+        assert LETTERS.decode(ids[budget + len(forced) :]).strip("xyz") == ""
+        assert len(ids) == budget + len(forced) + 9 + 1

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer.executor.rules import PackedRows, TokenRules
+from deepinfer.errors import GrammarFailed
+from deepinfer.executor.rules import GrammarMasks, PackedRows, TokenRules
+from deepinfer.grammar.compiler import compile_grammar
+from deepinfer.grammar.matcher import Matcher
+from deepinfer.grammar.vocabulary import Vocabulary
 from deepinfer.ops import sampling
 from deepinfer.ops.sampling import (
     SamplingRows,
@@ -21,7 +25,7 @@ from deepinfer.ops.sampling import (
     verify,
     verify_coupled,
 )
-from deepinfer.request import SamplingParams
+from deepinfer.request import SamplingParams, StructuredOutput
 from tests.ops.plain_sampling import process_logits, sample
 
 CPU = torch.device("cpu")
@@ -402,3 +406,64 @@ def test_counted_tokens_have_the_law_of_plain_text(setting, drafts, is_coupled):
         assert chi_square_p(seen[likely], n * law[likely]) > SMALL_P
         if drafts != "argmax" and not setting.params.golden_token_ids:
             assert 0.2 < counts.double().mean() < 1.35  # 1.4 drafts on average: some are accepted and some rejected
+
+
+# ------------------------------------------------------------------------------------------------------------------- matchers
+
+
+class ThreeTokens:
+    """The tokenizer of the enumerated language: two letters and the end token."""
+
+    vocab_size, bos_id, eos_id, pad_id = 3, EOS, EOS, EOS
+    special_ids = (EOS,)
+
+    def token_bytes(self, token_id):
+        return (b"a", b"b", b"<end>")[token_id]
+
+    def encode(self, text):
+        return ["ab".index(each) for each in text]
+
+
+class MatcherSetting(Setting):
+    """A request whose masks come from a matcher, through the rules, as in an engine."""
+
+    def __init__(self, regex, **given):
+        super().__init__(given)
+        self.args = StructuredOutput.read({"schema_type": "regex", "schema": regex})
+        self.compiled = compile_grammar(self.args, Vocabulary(ThreeTokens(), 3))
+
+    def ruled(self, rules, logits, prefixes, drafts, lens):
+        owners = torch.repeat_interleave(torch.arange(len(lens)), lens + 1)
+        offsets = torch.arange(len(owners)) - (torch.cumsum(lens + 1, 0) - lens - 1)[owners]
+        depths = torch.tensor([len(prefix) for prefix in prefixes])
+        packed = PackedRows(
+            request_ids=[str(prefix) for prefix in prefixes],
+            owners=owners,
+            offsets=offsets,
+            positions=self.anchor + 1 + depths[owners] + offsets,
+            draft_ids=drafts,
+        )
+        bits = np.full((len(prefixes), drafts.shape[1] + 1, 1), -1, dtype=np.int32)
+        for number, prefix in enumerate(prefixes):
+            matcher = Matcher(self.compiled, self.args)
+            try:
+                matcher.advance(prefix)
+            except GrammarFailed:  # plain text never has this prefix
+                continue
+            matcher.fill(drafts[number].tolist(), bits[number])
+        is_dead = torch.zeros(bits.shape[:2], dtype=torch.bool)
+        masks = GrammarMasks(owners=torch.arange(len(prefixes)), bits=torch.from_numpy(bits), is_dead=is_dead)
+        logits, mask = rules.apply(logits, packed, masks)
+        assert not masks.is_dead.any(), "a grammar always leaves a token"
+        return logits, mask
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("regex", ["(ab|ba)*", "a(ba)*b?", "bab", "[ab]{1,2}", "(a|bb)(ab)?"])
+def test_the_law_under_a_matcher_is_that_of_plain_text(regex, drafter):
+    """One-hot drafts are what forced tokens become; drafts on a zero of the target break the grammar."""
+    for seed, given in enumerate(({}, {**PENALTIES, "top_p": 0.9})):
+        chain = Chain(seed, 3, MatcherSetting(regex, **given), drafter)
+        for num_drafts in range(3):
+            got = sum(weight * chain.emitted_law(drafts, num_drafts) for drafts, weight in chain.paths())
+            assert (got - chain.law()).abs().max() < 1e-12
