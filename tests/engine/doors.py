@@ -52,7 +52,7 @@ class StrictCore(FakeCore):
         self._is_busy = False
         return result
 
-    def add(self, request, pictures=()):
+    def add(self, request, pictures=(), grammar=None):
         self._alone(lambda: (time.sleep(self.step_s), FakeCore.add(self, request, pictures)))
 
     def abort(self, request_ids):

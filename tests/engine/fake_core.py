@@ -5,7 +5,7 @@ The tests give it to the client as ``program``.  A prompt that ends with one of 
 
 import sys
 import time
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from deepinfer.engine.process import main
 from deepinfer.errors import ConfigError, ContextTooLong
@@ -28,7 +28,14 @@ class FakeCore:
     def is_unfinished(self, request_id):
         return request_id in self.requests
 
-    def add(self, request, pictures=()):
+    compiler = last_step = None
+    refused = MappingProxyType({})
+    waits_for_grammars = False
+
+    def grammar_of(self, request_id):
+        return None
+
+    def add(self, request, pictures=(), grammar=None):
         if len(request.prompt_token_ids) >= self.args.max_model_len:
             raise ContextTooLong("too long")
         self.requests[request.request_id] = [request, 0]

@@ -162,6 +162,7 @@ def test_every_field_of_a_record_crosses_the_border():
         accept_tok=3,
         confidence_score=0.75,
         sample_idx=1,
+        message="why",
     )
     plain = RequestOutput(
         request_id="",
