@@ -10,7 +10,9 @@ import torch
 
 from deepinfer.errors import StepFailed
 from deepinfer.executor.graphs import Buckets
+from tests.engine.grammars import compiler
 from tests.engine.harness import build, drain, params, request, rng_of, tokens, two_turns
+from tests.engine.test_constrained import check_answer, work_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -61,6 +63,26 @@ def test_drafted_is_plain(mode):
         core.close()
     assert min(seen["rejected"], seen["preempted"]) > 0, seen
     assert seen["accepted"] or mode != "coupled", seen
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_constrained_drafted_is_plain(seed):
+    """Masks come from a host thread while graphs run; nothing else waits."""
+    rng = rng_of(seed, 45)
+    work = work_of(rng)
+    expected = fresh(work, compiler=compiler())
+    core = build(
+        device=CUDA,
+        num_pages=1 + 12,
+        max_num_seqs=3,
+        num_drafts=int(rng.integers(1, 6)),
+        is_adaptive=bool(seed % 2),
+        buckets=Buckets(requests=4) if seed < 3 else None,
+        compiler=compiler(),
+    )
+    assert drain(core, work, rng) == expected
+    core.close()
+    assert sum(check_answer(each, expected[each.request_id]) for each in work) > 0
 
 
 class AnyTotal:
