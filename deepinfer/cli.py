@@ -471,17 +471,26 @@ def batching(model: str, device: str, requests: int, repeats: int, num_drafts: i
     "--schemas", type=click.Path(path_type=Path), help="Compile the schemas of this archive instead: tar, GROUP/NAME.json."
 )
 @click.option("--suite", type=click.Path(path_type=Path), help="Try the JSON Schema Test Suite in this archive instead.")
+@click.option("--hostile", is_flag=True, help="Run grammars that mean harm beside other requests instead.")
 @click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measurements of each kind.")
 @click.option("--num-drafts", type=click.IntRange(1), default=5, show_default=True, help="Drafts of a round.")
 def structured(
-    schemas: Path | None, suite: Path | None, model: str, device: str, requests: int, repeats: int, num_drafts: int
+    schemas: Path | None,
+    suite: Path | None,
+    hostile: bool,
+    model: str,
+    device: str,
+    requests: int,
+    repeats: int,
+    num_drafts: int,
 ) -> None:
     """Measure structured outputs: masks, steps with and without grammars, and tokens of a round on long keys.
 
-    With --schemas or --suite it shows what compiles and what a grammar accepts instead.
+    With --schemas or --suite it shows what compiles and what a grammar accepts instead; with --hostile, what grammars that mean
+    harm do to other requests.
     """
     from deepinfer.bench.structured import render_schemas, render_suite
 
@@ -489,7 +498,11 @@ def structured(
         click.echo(render_schemas(schemas))
     if suite is not None:
         click.echo(render_suite(suite))
-    if schemas is None and suite is None:
+    if hostile:
+        from deepinfer.bench.hostile import run_hostile
+
+        click.echo(run_hostile(model, device=device))
+    if schemas is None and suite is None and not hostile:
         from deepinfer.bench.constrained import run_constrained
 
         click.echo(run_constrained(model, device=device, num_requests=requests, repeats=repeats, num_drafts=num_drafts))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from deepinfer.bench.hostile import HOSTILE
 from deepinfer.errors import GrammarFailed, Overloaded, RequestError
 from deepinfer.grammar import compiler as module
 from deepinfer.grammar.compiler import GrammarCompiler, compile_grammar
@@ -217,51 +218,6 @@ def test_waiting_takes_no_time_of_a_core(compiler, monkeypatch):
 def test_a_regex_that_cannot_be_enforced_is_refused(regex, says, vocabulary):
     with pytest.raises(RequestError, match=says):
         compile_grammar(structured("regex", regex), vocabulary)
-
-
-def chain(num_levels, link, last):
-    """A schema that refers to a schema, and so on."""
-    definitions = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}, i) for i in range(num_levels)}
-    return {"$defs": definitions | {f"d{num_levels}": last}, "$ref": "#/$defs/d0"}
-
-
-def mutual(num_rules, num_options):
-    """Rules that begin with each other."""
-    options = {i: " | ".join(f"a{(i * 7 + j * 13) % num_rules}" for j in range(num_options)) for i in range(num_rules)}
-    return "root ::= a0\n" + "".join(f"a{i} ::= {options[i]} | 'c{i}'\n" for i in range(num_rules))
-
-
-HOSTILE = {
-    "nested counts": ("regex", "((a{1,100}){1,100}){1,100}"),
-    "exponential alternatives": ("regex", "((a|aa|aaa|b?){1,50}(a|ab|b?){1,50}){1,50}c"),
-    "overlapping counts": ("regex", "(a?b?){1,1000}(b?a?){1,1000}"),
-    "any character": ("regex", "(?s:.{1,100000}x){1,10}"),
-    "depth": ("json", "[" * 100_000),
-    "depth of arrays": ("json", {"items": {"items": {"items": {"$ref": "#"}}}}),
-    "enum": ("json", {"enum": [f"value {i}" for i in range(15_000)]}),
-    "bounds": ("json", {"type": "string", "minLength": 999_999, "maxLength": 1_000_000}),
-    "counts": ("json", {"type": "array", "minItems": 900_000, "items": {"type": "integer", "maximum": 10**17}}),
-    "numbers": ("json", {"type": "number", "minimum": 1e-300, "multipleOf": 1e-9}),
-    "self-reference": ("json", {"$ref": "#"}),
-    "endless": ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    "references": ("json", chain(1_900, lambda ref, i: {"properties": {"a": ref}}, {})),
-    "combinations": ("json", chain(3_000, lambda ref, i: {"allOf": [ref, {"required": [f"x{i}"]}]}, {})),
-    "products": ("json", {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(6)]} for i in range(8)]}),
-    "patterns": ("json", {"patternProperties": {f"^{'a?' * 50}x{i}$": {} for i in range(50)}}),
-    "alternatives": ("json", {"anyOf": [{"properties": {f"p{i}": {}}, "required": [f"p{i}"]} for i in range(1_900)]}),
-    "megabyte": ("lark", "start: " + '"a" ' * 250_000),
-    "rules": ("lark", "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(1_900)) + 'r1900: "b"\n'),
-    "too many rules": ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(15_000)) + 'r15000: "b"\n'),
-    "too many alternatives": ("lark", "start: " + " | ".join(f'"a{i}" start' for i in range(10_000)) + ' | "b"\n'),
-    "groups": ("lark", "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
-    "negations": ("lark", "start: T\nT: " + "~" * 10_000 + '"a"\n'),
-    "ambiguity": ("ebnf", "root ::= s\ns ::= s s | s s s | 'a' | ''"),
-    "loops": ("ebnf", "root ::= " + " ".join(["(root | 'a')*"] * 10)),
-    "mutual rules": ("ebnf", mutual(300, 40)),
-    "fewer mutual rules": ("ebnf", mutual(60, 25)),
-    "doubling rules": ("ebnf", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(100)) + "a100 ::= 'x'"),
-    "classes": ("ebnf", "root ::= '(' root ')' | " + " ".join(f"[{chr(300 + i)}-{chr(5000 + i)}]*" for i in range(500))),
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
