@@ -21,7 +21,7 @@ from deepinfer.bench.texts import held_out_texts
 _HEAD = """# Sources of the texts
 
 `nano` is trained on texts of these sources.  `held_out.jsonl.xz` has texts of the sources that are marked; it was not used for
-training.  The texts keep their licences and their copyright.
+training.  The texts keep their licences and their copyright.  `LICENCES.txt` has the texts of the licences.
 
 The column "in the package" has what the package says about itself.
 "copyright file" is the stanza for all files of the Debian package's `copyright` file.
