@@ -106,10 +106,6 @@ class _Rule:
         return self.mask is not None or self.golden is not None or self.eos_from > self.num_prompt
 
 
-_WORD_BITS = 32
-"""Bits of one word of a grammar mask."""
-
-
 class _Table:
     """Device tensors with one entry [vocab_size] for each request that needs one.
 
@@ -153,6 +149,8 @@ class TokenRules:
         allowed[list(forbidden)] = False
         self._allowed_on_host = allowed
         self._allowed = to_device(allowed, device)
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=1, bitorder="little")
+        self._bits_of_byte = to_device(torch.from_numpy(bits.astype(np.bool_)), device)  # [256, 8], the lowest bit first
         self._requests: dict[str, tuple[SamplingParams, int]] = {}  # parameters and tokens of the prompt
         self._rules: dict[str, _Rule] = {}  # only running requests that have rules
         self._biases = _Table(vocab_size, [torch.float32], device)
@@ -278,9 +276,8 @@ class TokenRules:
         owners, words = grammar.owners[part], grammar.bits[part]
         where = rows.of(owners)
         before = mask[where]
-        shifts = torch.arange(words.shape[-1] * _WORD_BITS, device=self._device)[: self._vocab_size]
-        allowed = (words[..., shifts // _WORD_BITS] >> (shifts % _WORD_BITS).int()) & 1
-        after = before & allowed.bool().flatten(0, 1)
+        allowed = self._bits_of_byte[words.view(torch.uint8).long()].flatten(-2)[..., : self._vocab_size]
+        after = before & allowed.flatten(0, 1)
         is_dead = ~after.any(1, keepdim=True)
         mask.index_copy_(0, where, torch.where(is_dead, before, after))
         grammar.is_dead[part] = is_dead.view(len(owners), rows.height)

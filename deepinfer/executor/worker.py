@@ -253,6 +253,9 @@ class Worker:
         step = self._buckets.pad(plan) if self._buckets is not None else PaddedStep.of(plan)
         features = self._take_chunks(step.plan)
         masks = self._grammars.begin(step.sampling_ids)
+        # A CPU has no cores for masks beside the forward pass: a third busy thread costs its products more than the masks take.
+        if masks is not None and self.model.device.type == "cpu":
+            masks.result()
         ran = self._forward(step, features)
         start = time.perf_counter()
         ready = None if masks is None else masks.result()

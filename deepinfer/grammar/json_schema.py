@@ -23,6 +23,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
 from deepinfer.errors import RequestError, reason, shown
+from deepinfer.grammar.pace import pace
 
 MAX_SCHEMA_BYTES: Final = 256_000
 """Limit of the text of any grammar."""
@@ -275,6 +276,7 @@ class _Document:
 
     def _check(self, node: _Node) -> list[_Node]:
         """Check one schema; returns the schemas in it that are new."""
+        pace()
         schema, place = node.schema, node.place
         if isinstance(schema.get(self._id), str):
             node.base = urljoin(node.base, schema[self._id])
@@ -389,6 +391,7 @@ class _Document:
         users: dict[int, list[tuple[int, dict[str, bool]]]] = {}
         ended: list[int] = []
         for key, node in self._nodes.items():
+            pace()
             groups = [(members, {"open": True}) for members in self._needs(node)]
             counts[key] = len(groups)
             for members, state in groups:
@@ -476,6 +479,7 @@ class _Document:
                 self._close(node)
 
     def _close(self, node: _Node) -> None:
+        pace()
         tree = self._tree(node) if self._is_combination(node) else [node]
         schemas = [each.schema for each in tree]
         has_names = any(key in each for each in schemas for key in _NAMED)
@@ -519,6 +523,7 @@ class _Document:
         seen = {id(node): node}
         waiting = [node]
         while waiting:
+            pace()
             for part in waiting.pop().parts:
                 self._num_combined += 1
                 if self._num_combined > _MAX_COMBINED:

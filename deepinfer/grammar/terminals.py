@@ -19,6 +19,7 @@ from typing import Final
 
 from deepinfer.errors import RequestError
 from deepinfer.grammar.nodes import EMPTY, Alt, Chars, Node, Ranges, Ref, Repeat, Seq, Term, alt, children, refs, seq
+from deepinfer.grammar.pace import pace
 
 MAX_WORK: Final = 400_000
 """Steps of the analysis; a grammar that needs more is refused.  They take 1 s."""
@@ -61,6 +62,7 @@ class _Converter:
         self._lines: list[str] = []
 
     def _spend(self, steps: int = 1) -> None:
+        pace()
         self._work += steps
         if self._work > MAX_WORK:
             raise RequestError("the EBNF grammar is too complex; use fewer rules, and repetitions in the place of recursion")
