@@ -96,19 +96,24 @@ class Setting:
     def anchor(self):
         return len(PROMPT) + len(self.output) - 1
 
-    def ruled(self, rules, logits, prefixes, drafts, lens):
-        """Packed logits and mask of requests with the texts ``prefixes``, each with its drafts."""
-        vocab = logits.shape[-1]
+    def packed(self, prefixes, drafts, lens):
+        """The rows of requests with the texts ``prefixes``, each with its drafts."""
         owners = torch.repeat_interleave(torch.arange(len(lens)), lens + 1)
         offsets = torch.arange(len(owners)) - (torch.cumsum(lens + 1, 0) - lens - 1)[owners]
         depths = torch.tensor([len(prefix) for prefix in prefixes])
-        packed = PackedRows(
+        return PackedRows(
             request_ids=[str(prefix) for prefix in prefixes],
             owners=owners,
             offsets=offsets,
             positions=self.anchor + 1 + depths[owners] + offsets,
             draft_ids=drafts,
         )
+
+    def ruled(self, rules, logits, prefixes, drafts, lens):
+        """Packed logits and mask of requests with the texts ``prefixes``, each with its drafts."""
+        vocab = logits.shape[-1]
+        packed = self.packed(prefixes, drafts, lens)
+        owners, offsets = packed.owners, packed.offsets
         logits, mask = rules.apply(logits, packed)
         if self.has_grammar:
             texts = [(*prefixes[i], *drafts[i, :j].tolist()) for i, j in zip(owners.tolist(), offsets.tolist(), strict=True)]
@@ -433,16 +438,7 @@ class MatcherSetting(Setting):
         self.compiled = compile_grammar(self.args, Vocabulary(ThreeTokens(), 3))
 
     def ruled(self, rules, logits, prefixes, drafts, lens):
-        owners = torch.repeat_interleave(torch.arange(len(lens)), lens + 1)
-        offsets = torch.arange(len(owners)) - (torch.cumsum(lens + 1, 0) - lens - 1)[owners]
-        depths = torch.tensor([len(prefix) for prefix in prefixes])
-        packed = PackedRows(
-            request_ids=[str(prefix) for prefix in prefixes],
-            owners=owners,
-            offsets=offsets,
-            positions=self.anchor + 1 + depths[owners] + offsets,
-            draft_ids=drafts,
-        )
+        packed = self.packed(prefixes, drafts, lens)
         bits = np.full((len(prefixes), drafts.shape[1] + 1, 1), -1, dtype=np.int32)
         for number, prefix in enumerate(prefixes):
             matcher = Matcher(self.compiled, self.args)
