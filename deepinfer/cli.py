@@ -363,6 +363,52 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
 
 
 @main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
+@click.option("--served-model-name", help="Names of the model in requests, separated by commas.  [default: name of the model]")
+@click.option("--api-key", multiple=True, help="Key that requests must have.  Repeatable.  [default: everybody may ask]")
+@click.option("--admin-port", type=int, default=None, help="Port of the admin API.  [default: none]")
+@click.option("--admin-token", default=None, help="Key of the admin API.")
+@click.option("--max-body-mb", type=int, default=128, show_default=True, help="Largest body of a request.")
+@click.option("--max-waiting", type=int, default=1024, show_default=True, help="Most waiting requests of a priority class.")
+@click.option("--drain-s", type=float, default=30.0, show_default=True, help="Time for open requests after SIGTERM.")
+@click.option("--keep-alive-s", type=float, default=15.0, show_default=True, help="Time between signs of life of a stream.")
+@click.option("--deadline-s", type=float, default=float("inf"), help="Most time of a request.  [default: no limit]")
+@click.option("--allow-image-urls", is_flag=True, help="Fetch images from global addresses that requests name.")
+@_engine_options
+def serve(
+    served_model_name: str | None,
+    api_key: tuple[str, ...],
+    max_body_mb: int,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Serve the model over HTTP with the protocols of OpenAI and Anthropic.
+
+    SIGTERM ends the server in order: it refuses new requests and finishes open ones.  A second signal aborts them.
+    """
+    import dataclasses
+
+    from deepinfer.config import EngineArgs, ServerArgs
+
+    names = {each.name for each in dataclasses.fields(ServerArgs)}
+    server = {name: options.pop(name) for name in list(options) if name in names}
+    model = options["model"]
+    served = served_model_name.split(",") if served_model_name is not None else [Path(model).name or model]
+    args = ServerArgs(
+        served_model_names=tuple(each.strip() for each in served),
+        api_keys=api_key,
+        max_body_bytes=max_body_mb << 20,
+        **server,
+    )
+    try:
+        from deepinfer.server.serve import run_server
+    except ModuleNotFoundError as error:
+        raise RequestError(f"serve needs {error.name}, which is not installed; run pip install 'deepinfer[server]'") from error
+    _say_what_random_is(model)
+    sys.exit(run_server(args, EngineArgs.from_keywords(**options)))
+
+
+@main.command()
 @click.argument("model", default="full")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Requests of each rank.")
 @click.option(

@@ -173,46 +173,53 @@ class Metrics:
 class _EngineCollector(Collector):
     """Snapshots as Prometheus families, with one series for each engine."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Snapshot]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, Snapshot]], prefix: str, model_name: str | None) -> None:
         self._read = read
+        self._prefix = prefix
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         engines = self._read()
         for name, quantity in QUANTITIES.items():
-            yield _family(name, quantity, engines)
+            yield _family(self._prefix + name, name, quantity, engines, self._model_name)
 
 
-def _family(name: str, quantity: Quantity, engines: Mapping[str, Snapshot]) -> Metric:
+def _family(full_name: str, name: str, quantity: Quantity, engines: Mapping[str, Snapshot], model_name: str | None) -> Metric:
     text = f"{quantity.help}  Unit: {quantity.unit}."
-    labels = ["engine", quantity.label] if quantity.label else ["engine"]
+    fixed = {} if model_name is None else {"model_name": model_name}
+    labels = ["engine", *fixed, quantity.label] if quantity.label else ["engine", *fixed]
     if quantity.kind == "histogram":
-        histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        histogram = HistogramMetricFamily(full_name, text, labels=labels)
         for engine, snapshot in engines.items():
             buckets, below = [], 0
             for bound, count in zip((*map(str, quantity.bounds), "+Inf"), snapshot.counts[name], strict=True):
                 below += count
                 buckets.append((bound, float(below)))
-            histogram.add_metric([engine], buckets, snapshot.sums[name])
+            histogram.add_metric([engine, *fixed.values()], buckets, snapshot.sums[name])
         return histogram
     make = CounterMetricFamily if quantity.kind == "counter" else GaugeMetricFamily
-    family = make(PREFIX + name, text, labels=labels)
+    family = make(full_name, text, labels=labels)
     for engine, snapshot in engines.items():
         for label, value in snapshot.values[name].items():
-            family.add_metric([engine, label] if quantity.label else [engine], value)
+            family.add_metric([engine, *fixed.values(), *([label] if quantity.label else [])], value)
     return family
 
 
-def registry(read: Callable[[], Mapping[str, Snapshot]]) -> CollectorRegistry:
+def registry(
+    read: Callable[[], Mapping[str, Snapshot]], *, prefix: str = PREFIX, model_name: str | None = None
+) -> CollectorRegistry:
     """A new registry, separate from Prometheus' global one.
 
     Args:
         read: returns engine name -> snapshot; called each time the registry is collected.
+        prefix: begins every name; dashboards of other engines expect theirs.
+        model_name: value of the label ``model_name`` of every series; None for no such label.
     """
     made = CollectorRegistry()
-    made.register(_EngineCollector(read))
+    made.register(_EngineCollector(read, prefix, model_name))
     return made
 
 
-def exposition(engines: Mapping[str, Snapshot]) -> bytes:
-    """The snapshots (engine name -> snapshot) in Prometheus' text format."""
-    return generate_latest(registry(lambda: engines))
+def exposition(engines: Mapping[str, Snapshot], *, prefix: str = PREFIX, model_name: str | None = None) -> bytes:
+    """The snapshots (engine name -> snapshot) in Prometheus' text format; other arguments as for :func:`registry`."""
+    return generate_latest(registry(lambda: engines, prefix=prefix, model_name=model_name))

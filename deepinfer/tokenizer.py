@@ -68,6 +68,7 @@ class Tokenizer:
     """One model's vocabulary, made from the text of a ``tokenizer.json``.
 
     Attributes:
+        source: the JSON text.
         vocab_size: number of ids; ids are 0 .. vocab_size - 1 without gaps.
         bos_id: id that begins every prompt.
         eos_id: id that ends an answer.
@@ -79,7 +80,7 @@ class Tokenizer:
         Raises:
             ConfigError: the text is not a byte-level tokenizer with gapless ids and the begin and end tokens.
         """
-        self._source = source
+        self.source = source
         self._library = _build(source)
         self._added: dict[str, int] = {
             token.content: token_id for token_id, token in self._library.get_added_tokens_decoder().items()
@@ -191,7 +192,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the ``tokenizer.json`` of this vocabulary to the file ``path``."""
-        path.write_text(self._source, encoding="utf-8")
+        path.write_text(self.source, encoding="utf-8")
 
     def _table_of_bytes(self) -> list[bytes]:
         """Bytes of every id: an added token's spelling in UTF-8, or the bytes of an entry's characters."""

@@ -7,8 +7,8 @@ A step whose work is done already costs nothing.  The steps are:
    names the interpreter's package folders.  This also works if the interpreter is itself in a virtual environment; the usual
    option for system packages would show the packages of its parent.  Otherwise this step installs torch: the default build if the
    machine has an NVIDIA GPU, else the CPU build.
-3. The requirements in pyproject.toml: build requirements, dependencies, the extra ``dev``.  pip downloads only missing packages,
-   so a machine that has all of them needs no network.  Without network, extras may be missing.
+3. The requirements in pyproject.toml: build requirements, dependencies, the extras ``server`` and ``dev``.  pip downloads
+   only missing packages, so a machine that has all of them needs no network.  Without network, extras may be missing.
 4. The project itself, editable.  The setuptools of step 3 builds it without an isolated build, so this step downloads nothing.
 
 The file uses the syntax of Python 3.8, so that an older interpreter than we need gets a message, not a syntax error.
@@ -109,7 +109,7 @@ def install_requirements() -> None:
     needed = project["build-system"]["requires"] + project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
     say("installing the requirements in pyproject.toml")
-    if pip(*needed, *extras["dev"]):
+    if pip(*needed, *extras["server"], *extras["dev"]):
         return
     if not pip("--no-index", *needed, quiet=True):
         stop("the dependencies could not be installed; pip's message above says why")

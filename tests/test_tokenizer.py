@@ -42,7 +42,7 @@ def streamed(tokenizer, token_ids):
 
 def changed(change):
     """The description of nano's tokenizer after ``change`` has edited it."""
-    description = json.loads(NANO._source)
+    description = json.loads(NANO.source)
     change(description)
     return json.dumps(description)
 

@@ -361,6 +361,35 @@ def load_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from error
 
 
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def load_sampling_defaults(model_dir: Path) -> dict[str, float]:
+    """The sampling parameters that ``generation_config.json`` of a model directory recommends; {} without the file.
+
+    Other keys of the file are ignored.  A ``top_k`` of 0 means all tokens there, which is -1 here.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is not a number.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); copy it again from the published model, or remove it") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a JSON object; copy it again from the published model, or remove it")
+    found = {name: raw[name] for name in _SAMPLING_KEYS if raw.get(name) is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path} has {name}={_shown(value)}; use a number, or remove the key")
+    if found.get("top_k") == 0:
+        found["top_k"] = -1
+    return found
+
+
 # ------------------------------------------------------------------ constraints
 
 QUANT_BLOCK = 32

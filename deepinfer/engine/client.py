@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -176,10 +176,29 @@ class AsyncEngineClient:
         priority: int = 0,
         salt: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
+        """The records of :meth:`steps` one by one, with the same arguments and errors."""
+        steps = self.steps(request_id, prompt_token_ids, params, images, priority=priority, salt=salt)
+        async with contextlib.aclosing(steps):
+            async for records in steps:
+                for record in records:
+                    self._link.check_place()
+                    yield record
+
+    async def steps(
+        self,
+        request_id: str,
+        prompt_token_ids: npt.ArrayLike,
+        params: SamplingParams,
+        images: Sequence[bytes] = (),
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncGenerator[Sequence[RequestOutput], None]:
         """Generate answers for one prompt; the first ``anext`` sends the request.
 
-        The records of ``n`` answers are interleaved; the iterator ends when all answers have ended.  Closing the iterator, or
-        cancelling the task that waits in it, ends the request.  A slow caller does not delay other requests.
+        Each item has all records that have arrived since the item before: those of one step, or of more steps if the caller is
+        slow.  The records of ``n`` answers are interleaved; the iterator ends when all answers have ended.  Closing the iterator,
+        or cancelling the task that waits in it, ends the request.  A slow caller does not delay other requests.
 
         Args:
             request_id: unique among open requests of this client.
@@ -212,10 +231,9 @@ class AsyncEngineClient:
                 except EngineError:
                     num_open = 0
                     raise
-                for record in records:
-                    self._link.check_place()
-                    num_open -= record.finished
-                    yield record
+                self._link.check_place()
+                num_open -= sum(record.finished for record in records)
+                yield records
         finally:
             self._forget(stream)
             if num_open and self.is_alive:

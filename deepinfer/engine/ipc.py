@@ -90,6 +90,8 @@ class Ready(Message, tag="ready", frozen=True):
         vocab_size: token ids are below it.
         eos_token_id: the token that ends a request without ``ignore_eos``.
         pid: process id of the core, which another program may have started.
+        takes_images: whether the model has a vision tower.
+        sampling_defaults: sampling parameters that the checkpoint recommends.
     """
 
     max_model_len: int
@@ -99,6 +101,8 @@ class Ready(Message, tag="ready", frozen=True):
     vocab_size: int
     eos_token_id: int
     pid: int
+    takes_images: bool
+    sampling_defaults: dict[str, float]
 
 
 class Outputs(Message, tag="outputs", frozen=True):

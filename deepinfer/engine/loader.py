@@ -8,13 +8,14 @@ import math
 import os
 import platform
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.config import EngineArgs, ModelConfig, config_json, environment, folder, load_config
+from deepinfer.config import EngineArgs, ModelConfig, config_json, environment, folder, load_config, load_sampling_defaults
 from deepinfer.engine.builtin import NANO_DIRECTORY, random_directory
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
@@ -54,11 +55,16 @@ _CLOCK_RUNS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model that is ready to serve."""
+    """A model that is ready to serve.
+
+    Attributes:
+        sampling_defaults: sampling parameters that the checkpoint recommends.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer
     core: EngineCore
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def model_directory(model: str, *, progress: bool = True) -> Path:
@@ -359,7 +365,7 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
             f"there is too little memory for model={args.model} and its caches; free some, raise the limit of this process "
             "(ulimit -v), or lower max_num_seqs and max_model_len"
         ) from error
-    return Loaded(config=config, tokenizer=tokenizer, core=core)
+    return Loaded(config=config, tokenizer=tokenizer, core=core, sampling_defaults=load_sampling_defaults(model_dir))
 
 
 def _is_lack_of_memory(error: MemoryError | RuntimeError) -> bool:

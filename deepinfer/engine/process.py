@@ -174,6 +174,7 @@ class CoreProcess:
         self._observed = ObservedCore(loaded.core, log_every=None if args.disable_log_stats else args.logging_interval_steps)
         self._core = loaded.core
         self._config = loaded.config
+        self._sampling_defaults = loaded.sampling_defaults
         self._args = args
         self._border = border
         self._watchdog = watchdog
@@ -206,6 +207,8 @@ class CoreProcess:
                 vocab_size=self._config.vocab_size,
                 eos_token_id=self._config.eos_token_id,
                 pid=os.getpid(),
+                takes_images=self._config.vision is not None,
+                sampling_defaults=dict(self._sampling_defaults),
             )
         )
         while self._take():

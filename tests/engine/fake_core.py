@@ -112,7 +112,7 @@ def load(args, *, progress):
     if args.model == "broken":
         raise ZeroDivisionError("the fake cannot load")
     config = SimpleNamespace(vocab_size=400, image_token_id=270, eos_token_id=1, vision=None)
-    return SimpleNamespace(config=config, tokenizer=None, core=FakeCore(args))
+    return SimpleNamespace(config=config, tokenizer=None, core=FakeCore(args), sampling_defaults={})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,423 @@
+"""Routes: who may ask, how a body is read, which reader and writer answer it, and what an error looks like.
+
+The vendor's paths without ``/v1`` and below ``/anthropic`` lead to the same handlers.  Bodies are counted while they are read, so
+an oversized one never fills the memory.  Conversion runs in threads; the event loop only moves tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from deepinfer import __version__
+from deepinfer.config import ModelConfig, ServerArgs
+from deepinfer.errors import EngineError, RequestError, StepFailed, shown
+from deepinfer.metrics import exposition
+from deepinfer.request import as_text, as_whole_numbers
+from deepinfer.server.asked import Asked, Engine
+from deepinfer.server.chat import ChatReader, Encoder, Fetch, new_id
+from deepinfer.server.completions import CompletionsReader
+from deepinfer.server.failures import Family, HttpError, as_http, error_body, error_headers
+from deepinfer.server.gate import Gate
+from deepinfer.server.stream import Disconnected, Generation, send_whole
+from deepinfer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_THREADS: Final = 2
+"""Threads that convert bodies."""
+_OPEN_PATHS: Final = ("/", "/health", "/ready", "/live", "/version", "/metrics")
+"""Paths without a key: probes, metrics, and the page, which asks for the key itself."""
+_MAX_REQUEST_ID: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What all handlers share.
+
+    Attributes:
+        engine: makes tokens.
+        args: settings of the server.
+        gate: admission.
+        tokenizer: the model's vocabulary.
+        chat, completions: readers of bodies.
+        threads: where bodies are converted.
+        started_s: time of the start, in seconds of the epoch.
+    """
+
+    engine: Engine
+    args: ServerArgs
+    gate: Gate
+    tokenizer: Tokenizer
+    chat: ChatReader
+    completions: CompletionsReader
+    threads: ThreadPoolExecutor
+    started_s: int
+
+
+def make_service(
+    engine: Engine, args: ServerArgs, config: ModelConfig, tokenizer: Tokenizer, fetch: Fetch | None = None
+) -> Service:
+    """Everything that :func:`make_app` needs.
+
+    Raises:
+        ConfigError: the tokenizer cannot encode conversations.
+    """
+    names = args.served_model_names
+    return Service(
+        engine=engine,
+        args=args,
+        gate=Gate(args.max_waiting),
+        tokenizer=tokenizer,
+        chat=ChatReader(Encoder(tokenizer, names), config, engine.facts, names, fetch),
+        completions=CompletionsReader(tokenizer, engine.facts, names),
+        threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="deepinfer-convert"),
+        started_s=int(time.time()),
+    )
+
+
+class Door:
+    """The outermost application: request ids, keys, and errors as JSON."""
+
+    def __init__(self, app: Router, keys: Sequence[str]) -> None:
+        """Let those in who have one of ``keys``; without keys, everybody."""
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key", b"x-request-id")}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID else new_id("req_")
+        scope["request_id"] = request_id
+        scope["app"] = self  # starlette's routes then raise an error for an unknown path or method
+        begin_s, status = time.monotonic(), 0
+
+        async def tell(message: Any) -> None:  # noqa: ANN401  (an ASGI message)
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                told = request_id.encode("latin-1")
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", told), (b"request-id", told)]}
+            await send(message)
+
+        try:
+            scope["tenant"] = self._tenant(scope["path"], headers)
+            await self._app(scope, receive, tell)
+        except Disconnected:
+            status = 499
+        except Exception as error:
+            failure = _no_route(scope, error.status_code) if isinstance(error, HTTPException) else as_http(error)
+            if failure.status == 500 and not isinstance(error, EngineError):
+                logger.exception("request %s failed", request_id)
+            if not status:
+                body = error_body(failure, family(scope), request_id)
+                await send_whole(tell, failure.status, error_headers(failure), body)
+        took_ms = 1000 * (time.monotonic() - begin_s)
+        logger.info("%s %s %d %.0f ms %s", scope["method"], scope["path"], status, took_ms, request_id)
+
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> bytes:
+        """The salt of a request's key.
+
+        Raises:
+            HttpError: 401 if there is no right key.
+        """
+        if not self._keys or path in _OPEN_PATHS:
+            return b""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = headers.get(b"x-api-key") or (bearer.strip() if scheme.lower() == b"bearer" else b"")
+        is_right = False
+        for key in self._keys:  # all of them, so that the time tells nothing
+            is_right |= hmac.compare_digest(hashlib.sha256(key).digest(), hashlib.sha256(given).digest())
+        if not is_right:
+            what = "is wrong" if given else "is missing"
+            raise HttpError(
+                401, f"the API key {what}; send it as Authorization: Bearer KEY or as x-api-key", code="invalid_api_key"
+            )
+        return hashlib.blake2b(given, digest_size=16, person=b"api_key").digest()
+
+
+def _no_route(scope: Scope, status: int) -> HttpError:
+    if status == 405:
+        return HttpError(405, f"{scope['method']} is not allowed for {shown(scope['path'])}; use another method")
+    return HttpError(404, f"there is no {shown(scope['path'])} here; see docs/serving.md for the paths", code="not_found")
+
+
+def family(scope: Scope) -> Family:
+    """Whose clients read the answer."""
+    is_anthropic = scope["path"].removeprefix("/anthropic").startswith(("/v1/messages", "/messages"))
+    has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return "anthropic" if is_anthropic or has_version else "openai"
+
+
+def make_app(service: Service) -> Door:
+    """The ASGI application of the API."""
+    handlers = _Handlers(service)
+    routes = [
+        *_posts(handlers.chat, "/v1/chat/completions", "/chat/completions"),
+        *_posts(handlers.complete, "/v1/completions", "/completions", "/beta/completions"),
+        *_posts(handlers.respond, "/v1/responses", "/responses"),
+        *_posts(handlers.count_response, "/v1/responses/input_tokens", "/responses/input_tokens"),
+        *_posts(handlers.message, "/v1/messages", "/anthropic/v1/messages"),
+        *_posts(handlers.count_message, "/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"),
+        *_posts(handlers.tokenize, "/tokenize"),
+        *_posts(handlers.detokenize, "/detokenize"),
+        Route("/", handlers.page),
+        Route("/health", handlers.health),
+        Route("/ready", handlers.ready),
+        Route("/live", handlers.live),
+        Route("/version", handlers.version),
+        Route("/metrics", handlers.metrics),
+    ]
+    for path in ("/v1/models", "/models", "/anthropic/v1/models"):
+        routes += [Route(path, handlers.models), Route(path + "/{name:path}", handlers.model)]
+    return Door(Router(routes, redirect_slashes=False), service.args.api_keys)
+
+
+def make_admin(service: Service, token: str, drain: Callable[[], None]) -> Door:
+    """The ASGI application of the admin port; ``drain`` begins the end of the server."""
+
+    async def start_drain(_request: Request) -> Response:
+        drain()
+        return _json({"draining": True})
+
+    return Door(Router([Route("/drain", start_drain, methods=["POST"])], redirect_slashes=False), (token,))
+
+
+def _posts(handler: Callable[[Scope, Receive, Send], Awaitable[None]], *paths: str) -> list[Route]:
+    return [Route(path, _Endpoint(handler), methods=["POST"]) for path in paths]
+
+
+class _Endpoint:
+    """A handler that sends its answer itself; starlette takes objects as ASGI applications."""
+
+    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(scope, receive, send)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class _Handlers:
+    """One method for each route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # Generation.
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generate(scope, receive, send, lambda body: self._service.chat.read("chat", body))
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generate(scope, receive, send, lambda body: self._service.chat.read("responses", body))
+
+    async def message(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generate(scope, receive, send, lambda body: self._service.chat.read("messages", body))
+
+    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generate(scope, receive, send, self._service.completions.read)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]) -> None:
+        service, request = self._service, Request(scope, receive)
+        if not service.engine.is_alive:
+            raise StepFailed("the engine has ended; send the request to another server")
+        deadline_s = min(service.args.deadline_s, _deadline(request.headers.get("x-deadline-ms")))
+        with service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
+            raw = await self._body(request)
+            asked = await self._in_thread(lambda: read(_object(raw)))
+            generation = Generation(
+                service.engine,
+                asked,
+                request_id=scope["request_id"],
+                priority=request.headers.get("x-priority", "normal"),
+                salt=asked.salt or scope["tenant"],
+                ticket=ticket,
+                keep_alive_s=service.args.keep_alive_s,
+            )
+            headers = {"x-deepinfer-left-out": ", ".join(asked.left_out)} if asked.left_out else {}
+            await generation.run(receive, send, headers, deadline_s)
+
+    # Other answers to bodies.
+
+    async def count_message(self, scope: Scope, receive: Receive, send: Send) -> None:
+        count = await self._convert(scope, receive, lambda body: self._service.chat.count("messages", body))
+        await _json({"input_tokens": count})(scope, receive, send)
+
+    async def count_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        count = await self._convert(scope, receive, lambda body: self._service.chat.count("responses", body))
+        await _json({"object": "response.input_tokens", "input_tokens": count})(scope, receive, send)
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = await self._convert(scope, receive, self._tokenize)
+        await _json(found)(scope, receive, send)
+
+    def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        service = self._service
+        if "messages" in body:
+            body.setdefault("model", service.args.served_model_names[0])
+            ids = list(service.chat.read("chat", body).prompts[0])
+        else:
+            ids = service.completions.text_ids(as_text("prompt", body.get("prompt")))
+            if body.get("add_special_tokens") is False:
+                ids = ids[1:]
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.engine.facts.max_model_len}
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def convert(body: dict[str, Any]) -> dict[str, Any]:
+            ids = as_whole_numbers("tokens", body.get("tokens"), things="token ids")
+            return {"prompt": self._service.tokenizer.decode(ids)}
+
+        found = await self._convert(scope, receive, convert)
+        await _json(found)(scope, receive, send)
+
+    async def _convert(self, scope: Scope, receive: Receive, convert: Callable[[dict[str, Any]], T]) -> T:
+        raw = await self._body(Request(scope, receive))
+        return await self._in_thread(lambda: convert(_object(raw)))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._service.threads, work)
+
+    async def _body(self, request: Request) -> bytes:
+        """Read a JSON body of limited size.
+
+        Raises:
+            HttpError: 413 or 415.
+            Disconnected: the client left.
+        """
+        limit = self._service.args.max_body_bytes
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpError(415, f"the body has the type {shown(kind)}; send application/json")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise HttpError(415, "the body is compressed, which this server does not read; send it as it is")
+        too_large = HttpError(413, f"the body has more than {limit} bytes; send less")
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise too_large
+        chunks, size = [], 0
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise too_large
+                chunks.append(chunk)
+        except ClientDisconnect:
+            raise Disconnected from None
+        return b"".join(chunks)
+
+    # Facts.
+
+    async def models(self, _request: Request) -> Response:
+        listed = [self._model(name) for name in self._service.args.served_model_names]
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
+        return _json({"object": "list", "data": listed, **ends})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._service.args.served_model_names:
+            known = ", ".join(self._service.args.served_model_names)
+            raise HttpError(404, f"the model {shown(name)} does not exist; use one of {known}", code="model_not_found")
+        return _json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        created = self._service.started_s
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "deepinfer",
+            "max_model_len": self._service.engine.facts.max_model_len,
+            "type": "model",
+            "display_name": name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        }
+
+    async def health(self, _request: Request) -> Response:
+        """The engine answers."""
+        await asyncio.wait_for(self._service.engine.stats(), self._service.args.keep_alive_s)
+        return _json({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        """The server takes requests."""
+        is_ready = self._service.engine.is_alive and not self._service.gate.is_draining
+        return _json({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def live(self, _request: Request) -> Response:
+        """The event loop runs."""
+        return _json({"live": True})
+
+    async def version(self, _request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self, _request: Request) -> Response:
+        stats = await self._service.engine.stats()
+        name = self._service.args.served_model_names[0]
+        text = exposition({"0": stats.metrics}) + exposition({"0": stats.metrics}, prefix="vllm:", model_name=name)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, _request: Request) -> Response:
+        text = files("deepinfer.server").joinpath("page.html").read_bytes()
+        return Response(text, media_type="text/html; charset=utf-8")
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        HttpError: 400.
+    """
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise HttpError(400, f"the body is not JSON ({error}); send a JSON object") from error
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply; send a flatter one") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, f"the body is {shown(body)}, not an object; send a JSON object")
+    return body
+
+
+def _deadline(given: str | None) -> float:
+    """Seconds of a header in milliseconds; infinity without the header."""
+    if given is None:
+        return math.inf
+    if not given.isdecimal() or not int(given[:12]) > 0:
+        raise RequestError(f"x-deadline-ms={shown(given)} is not a positive number; give milliseconds")
+    return int(given[:12]) / 1000
+
+
+def listening(names: Sequence[str], url: str, description: str) -> str:
+    """The lines that tell a person how to begin."""
+    body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return (
+        f"deepinfer {__version__} serves {', '.join(names)} ({description})\n"
+        f"  page      {url}/\n"
+        f"  OpenAI    {url}/v1\n"
+        f"  Anthropic {url}\n"
+        f"  try       curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    )

@@ -1,0 +1,88 @@
+"""What a request asks the engine for, and the interfaces between protocols, engine and transport."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy.typing as npt
+
+from deepinfer.engine import ipc
+from deepinfer.engine.client import EngineStats
+from deepinfer.request import RequestOutput, SamplingParams
+from deepinfer.server.failures import HttpError
+
+
+class Engine(Protocol):
+    """The part of :class:`deepinfer.engine.client.AsyncEngineClient` that the server uses; tests replay recorded answers."""
+
+    @property
+    def facts(self) -> ipc.Ready:
+        """Facts that the core sends when it is ready."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine answers requests."""
+
+    def steps(
+        self,
+        request_id: str,
+        prompt_token_ids: npt.ArrayLike,
+        params: SamplingParams,
+        images: Sequence[bytes] = (),
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncGenerator[Sequence[RequestOutput], None]:
+        """Generate answers for one prompt; each item has the records of a step."""
+
+    async def stats(self) -> EngineStats:
+        """The engine's counts."""
+
+
+class Writer(Protocol):
+    """Turns the records of one HTTP request into its answer, for one protocol.
+
+    Attributes:
+        is_stream: whether the answer is a stream of events.
+    """
+
+    is_stream: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer needs no more records, although the engine may make more."""
+
+    def push(self, prompt_idx: int, records: Sequence[RequestOutput]) -> bytes:
+        """Take the records of a step; returns the events that they complete, or b"" if the answer is not streamed."""
+
+    def finish(self) -> bytes:
+        """The last events of a stream, or the whole answer."""
+
+    def fail(self, error: HttpError, request_id: str) -> bytes:
+        """The events that end a stream with an error."""
+
+    def close(self) -> None:
+        """Release everything; no method may be called afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One HTTP request in the engine's terms.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        params: sampling parameters of all prompts.
+        images: encoded files, in the order of the placeholders in the only prompt.
+        salt: the tenant that the body names; b"" for none.
+        writer: makes the answer.
+        left_out: tools that only a vendor runs and that are therefore left out.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    writer: Writer
+    images: Sequence[bytes] = ()
+    salt: bytes = b""
+    left_out: Sequence[str] = ()

@@ -1,0 +1,185 @@
+"""``deepinfer serve``: starts the engine, listens, and ends well.
+
+The first SIGTERM or SIGINT, or ``/drain``, ends the server in order: it is unready at once, refuses new requests, finishes open
+ones, and exits with 0.  A second signal aborts the open requests.  If the engine ends by itself, every open stream gets an error
+event and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import deepseek_recipe as recipe
+import uvicorn
+import uvloop
+
+from deepinfer.config import EngineArgs, ServerArgs, load_config
+from deepinfer.engine.client import AsyncEngineClient
+from deepinfer.engine.loader import model_directory
+from deepinfer.errors import ConfigError, RequestError, reason
+from deepinfer.grammar.tools import DSML
+from deepinfer.server.app import Door, Service, listening, make_admin, make_app, make_service
+from deepinfer.server.chat import THINK_END
+from deepinfer.tokenizer import EOS, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.2
+"""Seconds between two looks at the engine."""
+_ANSWER_S: Final = 5.0
+"""Seconds for the last bytes of open answers."""
+_MAX_FETCH_BYTES: Final = 32 << 20
+
+
+class _Listener(uvicorn.Server):
+    """A server whose signals the caller handles."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(args: ServerArgs, engine_args: EngineArgs) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        ConfigError: settings or files are not usable.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(args, engine_args))
+
+
+def banned_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All special tokens but the end, the end of reasoning and the mark of calls.  Text would show their spelling."""
+    kept = {tokenizer.special(each) for each in (EOS, THINK_END, DSML)}
+    return tuple(each for each in tokenizer.special_ids if each not in kept)
+
+
+async def _serve(args: ServerArgs, engine_args: EngineArgs) -> int:
+    model_dir = model_directory(engine_args.model)
+    tokenizer = Tokenizer.from_dir(Path(engine_args.tokenizer).expanduser() if engine_args.tokenizer else model_dir)
+    config = load_config(model_dir)
+    banned = dict.fromkeys([*engine_args.banned_token_ids, *banned_token_ids(tokenizer)])
+    client = await AsyncEngineClient.start(dataclasses.replace(engine_args, banned_token_ids=tuple(banned)))
+    try:
+        service = make_service(client, args, config, tokenizer, fetch_image if args.allow_image_urls else None)
+        return await _Lifetime(service, client, f"{engine_args.model}, {config.num_hidden_layers} layers").run()
+    finally:
+        await client.close()
+
+
+class _Lifetime:
+    """The listeners of one server, from the first connection to the exit code."""
+
+    def __init__(self, service: Service, client: AsyncEngineClient, description: str) -> None:
+        self._service = service
+        self._client = client
+        self._description = description
+        self._ending = asyncio.Event()
+        self._is_aborting = asyncio.Event()
+
+    async def run(self) -> int:
+        """Listen until the end; returns the exit code."""
+        args = self._service.args
+        listeners = [_listener(make_app(self._service), args.host, args.port)]
+        if args.admin_port is not None and args.admin_token is not None:
+            listeners.append(_listener(make_admin(self._service, args.admin_token, self.end), args.host, args.admin_port))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end)
+        tasks = [asyncio.ensure_future(_listen(each)) for each in listeners]
+        try:
+            while not all(each.started for each in listeners):
+                if any(task.done() for task in tasks):
+                    raise ConfigError(f"cannot listen on {args.host}:{args.port}; choose another port")
+                await asyncio.sleep(0.01)
+            port = listeners[0].servers[0].sockets[0].getsockname()[1]
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            sys.stdout.write(listening(args.served_model_names, f"http://{host}:{port}", self._description) + "\n")
+            sys.stdout.flush()
+            code = await self._wait()
+        finally:
+            for each in listeners:
+                each.should_exit = True
+            await asyncio.wait(tasks, timeout=_ANSWER_S)
+        return code
+
+    def end(self) -> None:
+        """End in order; the second call aborts open requests."""
+        if self._ending.is_set():
+            self._is_aborting.set()
+        self._service.gate.is_draining = True
+        self._ending.set()
+
+    async def _wait(self) -> int:
+        """Wait for the engine's end, or for a signal and the end of the open requests."""
+        while not self._ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _LOOK_S)
+            if not self._client.is_alive:
+                logger.critical("the engine has ended; the server stops")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._service.gate.wait_idle(), _ANSWER_S)
+                return 1
+        logger.info("the server finishes %d open request(s) within %g s", self._service.gate.num_open, self._service.args.drain_s)
+        idle = asyncio.ensure_future(self._service.gate.wait_idle())
+        abort = asyncio.ensure_future(self._is_aborting.wait())
+        await asyncio.wait({idle, abort}, timeout=self._service.args.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, abort):
+            task.cancel()
+        await self._client.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._service.gate.wait_idle(), _ANSWER_S)
+        return 0
+
+
+def _listener(app: Door, host: str, port: int) -> _Listener:
+    return _Listener(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            loop="uvloop",
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(_ANSWER_S),
+        )
+    )
+
+
+async def _listen(listener: _Listener) -> None:
+    with contextlib.suppress(SystemExit):  # the port is in use; uvicorn has logged it
+        await listener.serve()
+
+
+def fetch_image(url: str) -> bytes:
+    """Fetch an image from a global address.
+
+    Raises:
+        RequestError: the address is not global, or does not answer with a file of at most 32 MiB.
+    """
+    fetcher = recipe.ReqwestImageFetcher.with_max_bytes(_MAX_FETCH_BYTES).with_destination_filter(is_global)
+    try:
+        return fetcher.fetch(url)
+    except recipe.ImageError as error:
+        raise RequestError(f"the image {url[:200]!r} cannot be fetched ({reason(error)}); send a data URL instead") from error
+
+
+def is_global(_host: str, address: str) -> bool:
+    """Whether an address belongs to the public internet; recipe calls it for every address of every redirect."""
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_global and not found.is_multicast

@@ -1,0 +1,106 @@
+"""Completions with the vendor's client, against replayed answers."""
+
+import openai
+import pytest
+
+from deepinfer.server.completions import StopFinder
+from tests.server.scripted import TOKENIZER
+
+ASK = {"model": "nano", "prompt": "ab"}
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def texts_of(stream):
+    texts = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", ["<｜begin▁of▁sentence｜>ab"]),
+        (["a", "b"], ["<｜begin▁of▁sentence｜>a", "<｜begin▁of▁sentence｜>b"]),
+        ([100, 101], ["ab"]),
+        ([[100], [101]], ["a", "b"]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(client, server, prompt, expected):
+    answer = client.completions.create(model="nano", prompt=prompt, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
+    assert sorted(each.prompt for each in server.engine.asked) == expected
+    assert answer.usage.prompt_tokens == sum(len(each.ids) for each in server.engine.asked)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_streamed_equals_whole(client, server, chunk):
+    server.engine.say("naïve ☃", "second")
+    server.engine.chunk = chunk
+    whole = client.completions.create(**ASK, n=2, max_tokens=50)
+    assert [choice.text for choice in whole.choices] == ["naïve ☃", "second"]
+    stream = client.completions.create(**ASK, n=2, max_tokens=50, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    assert texts_of(chunks) == {0: "naïve ☃", 1: "second"}
+    assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_a_stop_string_over_steps(client, server, chunk):
+    server.engine.say("one st stop two")
+    server.engine.chunk = chunk
+    answer = client.completions.create(**ASK, stop=["stop", "tw"], max_tokens=50)
+    assert answer.choices[0].text == "one st "
+    assert answer.choices[0].finish_reason == "stop"
+    assert texts_of(client.completions.create(**ASK, stop="stop", stream=True, max_tokens=50)) == {0: "one st "}
+
+
+def test_echo_with_log_probabilities(client, server):
+    server.engine.say("cd")
+    answer = client.completions.create(model="nano", prompt=[0, 100, 101], echo=True, logprobs=2, max_tokens=1)
+    assert server.engine.asked[-1].params.prompt_logprobs
+    assert answer.choices[0].text == "<｜begin▁of▁sentence｜>abc"
+    chosen = client.completions.create(**ASK, logprobs=0).choices[0].logprobs
+    assert chosen.tokens == ["c", "d", "<｜end▁of▁sentence｜>"]
+    assert chosen.top_logprobs == [{}, {}, {}]
+    assert client.completions.create(**ASK).choices[0].logprobs is None
+    bare = client.completions.create(**ASK, echo=True, max_tokens=0)
+    assert bare.choices[0].text == "ab"
+    assert bare.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99999]}, "token ids below"),
+        ({"prompt": {"a": 1}}, "neither text nor ids"),
+        ({"max_tokens": 0}, "echo=true"),
+        ({"max_tokens": 20000}, "context limit of 16384"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 99}, "logprobs"),
+    ],
+)
+def test_what_cannot_be_served_is_named(client, fields, word):
+    with pytest.raises(openai.BadRequestError, match=word):
+        client.completions.create(**ASK | {key: value for key, value in fields.items() if key == "prompt"}, extra_body=fields)
+
+
+def test_a_stop_finder_never_gives_a_part_of_a_stop_string_away():
+    text = "aabaabab"
+    for stops in (["aabab"], ["ab", "aab"], ["x"], ["ba", "abab"]):
+        first = min((at for each in stops if (at := text.find(each)) >= 0), default=len(text))
+        for size in (1, 2, 3, 8):
+            finder, found = StopFinder(stops), ""
+            for at in range(0, len(text), size):
+                if not finder.is_found:
+                    found += finder.push(text[at : at + size])
+            assert found + finder.finish() == text[:first], (stops, size)
+    assert TOKENIZER.decode([100]) == "a"

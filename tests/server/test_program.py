@@ -1,0 +1,196 @@
+"""``deepinfer serve`` with the model ``nano``: grammars, equality with ``LLM``, and the ends of the process."""
+
+import base64
+import json
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from deepinfer import LLM, SamplingParams
+from tests.server.conftest import SERVE, Program
+from tests.server.test_chat import picture
+
+HI = [{"role": "user", "content": "hi"}]
+ASK = {"model": "random", "messages": HI}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["colour", "n"],
+        },
+    },
+}
+
+
+@pytest.fixture
+def client(program):
+    with openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def test_the_banner_has_a_command_that_works(program):
+    command = program.banner.partition("  try ")[2].strip()
+    body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3}
+    words = [*shlex.split(command)[:-1], json.dumps(body)]
+    done = subprocess.run([words[0], "-s", *words[1:]], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length"
+
+
+def test_http_equals_the_llm_for_equal_seeds(client):
+    prompt, fields = [0, 70, 80, 90], {"max_tokens": 24, "temperature": 0.9, "top_p": 0.9}
+    whole = client.completions.create(model="random", prompt=prompt, seed=11, logprobs=0, n=2, **fields)
+    streamed = {0: "", 1: ""}
+    for chunk in client.completions.create(model="random", prompt=prompt, seed=11, n=2, stream=True, **fields):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    banned = tuple(each for each in range(272) if each in (0, 2) or (each >= 259 and each not in (264, 265)))
+    llm = LLM("random", device="cpu", max_model_len=256, max_num_seqs=2, num_drafts=2, banned_token_ids=banned)
+    texts = llm.generate(prompt_token_ids=[prompt], sampling_params=SamplingParams(seq_seed=11, n=2, **fields), use_tqdm=False)
+    llm.close()
+    assert [choice.text for choice in whole.choices] == list(streamed.values())
+    assert [choice.text for choice in whole.choices] == list(texts)
+
+
+def test_a_chat_repeats_with_its_seed_and_finds_its_prefix(client):
+    fields = ASK | {"max_tokens": 12, "seed": 5}
+    long = fields | {"messages": [{"role": "user", "content": "many words " * 40}]}
+    first = client.chat.completions.create(**long)
+    second = client.chat.completions.create(**long)
+    assert first.choices[0].message == second.choices[0].message
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    other = client.chat.completions.create(**long, extra_body={"cache_salt": "mine"})
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("thinking", "choice"),
+    [
+        pytest.param({"type": "disabled"}, {"type": "function", "function": {"name": "pick"}}, marks=pytest.mark.slow),
+        ({"type": "enabled", "budget_tokens": 4}, "required"),
+    ],
+)
+def test_forced_calls_follow_their_schema(client, thinking, choice):
+    answer = client.chat.completions.create(
+        **ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, seed=1, max_tokens=400,
+        extra_body={"thinking": thinking},
+    ).choices[0]  # fmt: skip
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert arguments["colour"] in ("red", "blue")
+    assert 0 <= arguments["n"] <= 9
+
+
+def test_formats_are_followed_after_the_budget_of_reasoning(client):
+    fields = {"seed": 2, "max_tokens": 300, "extra_body": {"thinking_token_budget": 4}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/c"}},
+        "required": ["a"],
+        "$defs": {"c": {"enum": ["x", "y"]}},
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    answer = client.chat.completions.create(**ASK, response_format=form, **fields).choices[0]
+    assert json.loads(answer.message.content) in ({"a": "x"}, {"a": "y"})
+    fields["extra_body"] = fields["extra_body"] | {"response_format": {"type": "regex", "regex": "(yes|no)!"}}
+    assert client.chat.completions.create(**ASK, **fields).choices[0].message.content in ("yes!", "no!")
+
+
+def test_a_schema_that_cannot_be_enforced_is_a_client_error(client):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.chat.completions.create(**ASK, response_format=form)
+
+
+def test_an_image_counts_what_it_takes(client, program):
+    url = "data:image/png;base64," + base64.b64encode(picture(60, 40)).decode()
+    content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+    usage = client.chat.completions.create(model="random", messages=[{"role": "user", "content": content}], max_tokens=2).usage
+    item = {"role": "user", "content": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]}
+    counted = client.responses.input_tokens.count(model="random", input=[item])
+    assert counted.input_tokens == usage.prompt_tokens
+    bare = client.responses.input_tokens.count(model="random", input=[{"role": "user", "content": "see"}])
+    assert counted.input_tokens - bare.input_tokens > 1
+
+
+def test_prompt_log_probabilities(client):
+    answer = client.completions.create(model="random", prompt=[0, 70, 80], echo=True, logprobs=1, max_tokens=1, temperature=0)
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs[0] is None
+    assert all(each < 0 for each in found.token_logprobs[1:])
+    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == 4
+
+
+def test_an_abort_frees_the_engine_at_once(program):
+    body = ASK | {"stream": True, "max_tokens": 8000, "ignore_eos": True}
+    for _ in range(5):
+        with httpx.stream("POST", f"{program.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            next(answer.iter_bytes())
+    deadline = time.monotonic() + 2
+    while 'deepinfer_num_requests_running{engine="0"} 0.0' not in httpx.get(f"{program.url}/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def open_stream(url, body):
+    """A stream in a thread; returns the thread and its list of bytes."""
+    got, begun = [], threading.Event()
+
+    def read():
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            for piece in answer.iter_bytes():
+                got.append(piece)
+                begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(60)
+    return thread, got
+
+
+def test_a_drain_finishes_streams_and_a_second_signal_aborts_them():
+    made = Program("--drain-s", "60")
+    endless = ASK | {"stream": True, "max_tokens": 12000, "ignore_eos": True}
+    thread, got = open_stream(made.url, endless)
+    short, all_of_it = open_stream(made.url, endless | {"max_tokens": 20})
+    made.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert httpx.get(f"{made.url}/ready").status_code == 503
+    assert httpx.post(f"{made.url}/v1/chat/completions", json=ASK).status_code == 503
+    short.join(60)
+    assert b"".join(all_of_it).endswith(b"data: [DONE]\n\n")
+    made.process.send_signal(signal.SIGTERM)
+    code, _ = made.wait()
+    thread.join(10)
+    assert code == 0
+    assert b'"error"' in got[-1]
+
+
+def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_1():
+    made = Program()
+    thread, got = open_stream(made.url, ASK | {"stream": True, "max_tokens": 12000, "ignore_eos": True})
+    children = subprocess.run(
+        ["pgrep", "-P", str(made.process.pid), "-f", "deepinfer.engine.process"], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+    code, _ = made.wait()
+    thread.join(10)
+    assert code == 1
+    assert b'"error"' in b"".join(got)
+
+
+def test_settings_that_cannot_work_are_one_sentence():
+    for options in (["--admin-port", "1"], ["--max-waiting", "0"], ["--served-model-name", ","]):
+        done = subprocess.run([*SERVE, *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Error: " in done.stderr

@@ -1,0 +1,274 @@
+"""Bodies, keys, queues, deadlines and slow clients: raw HTTP against replayed answers."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from deepinfer.errors import RequestError
+from deepinfer.server.app import make_admin
+from deepinfer.server.serve import fetch_image, is_global
+from tests.server.scripted import Server
+
+ASK = {"model": "nano", "messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A server with keys and small limits."""
+    made = Server(api_keys=("one", "two"), max_body_bytes=100_000, max_waiting=2, keep_alive_s=0.1, deadline_s=30)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def guarded(strict):
+    strict.engine.reset()
+    with httpx.Client(base_url=strict.url, headers={"authorization": "Bearer one"}, timeout=20) as made:
+        yield made
+
+
+def wait_for(is_true):
+    deadline = time.monotonic() + 5
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": NaN}', b'{"a": "\\ud800"}', b"[" * 90_000,
+        b'{"model": "nano", "messages": ' + b"[" * 40_000, b'{"model": "nano"}', b'{"model": 3, "messages": []}',
+        b'{"model": "nano", "messages": [3]}', b'{"model": "nano", "messages": [{"role": "x", "content": "a"}]}',
+        b'{"model": "nano", "messages": [{"role": "user", "content": null}]}',
+        b'{"model": "nano", "messages": [], "tools": [3]}', b'{"model": "nano", "messages": [], "tools": {}}',
+        b'{"model": "nano", "messages": [], "response_format": 3}', b'{"model": "nano", "messages": [], "stop": {}}',
+        b'{"model": "nano", "messages": [], "thinking": 3}', b'{"model": "nano", "messages": [], "stream_options": 3}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "path", [PATH, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize"]
+)
+def test_malformed_bodies_are_client_errors(guarded, path, body):
+    answer = guarded.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"] == answer.headers["request-id"]
+
+
+def test_duplicate_keys_take_the_last_value(guarded):
+    body = json.dumps(ASK)[:-1] + ', "model": "unknown"}'
+    assert guarded.post(PATH, content=body, headers={"content-type": "application/json"}).status_code == 404
+
+
+def test_bodies_of_other_types_and_encodings_are_refused(guarded):
+    assert guarded.post(PATH, data={"a": "b"}).status_code == 415
+    assert guarded.post(PATH, json=ASK, headers={"content-encoding": "gzip"}).status_code == 415
+
+
+def test_an_oversized_body_is_refused_while_it_is_read(guarded):
+    assert guarded.post(PATH, json=ASK | {"user": "x" * 200_000}).status_code == 413
+
+    def pieces():
+        for _ in range(30):
+            yield b"x" * 10_000
+
+    assert guarded.post(PATH, content=pieces(), headers={"content-type": "application/json"}).status_code == 413
+
+
+def test_unknown_paths_and_methods_have_json_errors(guarded):
+    for path, status in (("/nowhere", 404), ("/v1/responses/resp_1", 404), (PATH, 405)):
+        answer = guarded.get(path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+    named = guarded.get("/nowhere", headers={"anthropic-version": "2023-06-01"}).json()
+    assert named["type"] == "error"
+
+
+def test_keys_are_needed_everywhere_but_for_probes(strict):
+    with httpx.Client(base_url=strict.url) as stranger:
+        for path in ("/v1/models", "/nowhere"):
+            assert stranger.get(path).status_code == 401
+            assert stranger.get(path, headers={"x-api-key": "three"}).status_code == 401
+        assert stranger.get("/v1/models", headers={"x-api-key": "two"}).status_code == 200
+        assert stranger.get("/v1/models", headers={"authorization": "bearer one"}).status_code == 200
+        for path in ("/health", "/ready", "/live", "/version", "/metrics", "/"):
+            assert stranger.get(path).status_code == 200
+        assert stranger.head("/metrics").status_code == 200
+
+
+def test_the_key_gives_the_tenant_unless_the_body_does(strict, guarded):
+    salts = []
+    for headers, fields in (({}, {}), ({"authorization": "Bearer two"}, {}), ({}, {"cache_salt": "x"}), ({}, {})):
+        assert guarded.post(PATH, json=ASK | fields, headers=headers).status_code == 200
+        salts.append(strict.engine.asked[-1].salt)
+    assert salts[0] == salts[3]
+    assert len(set(salts)) == 3
+
+
+def test_a_full_queue_refuses_its_class_only(strict, guarded):
+    strict.engine.first_pause_s = 1.5
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(guarded.post(PATH, json=ASK))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: strict.service.gate.num_waiting["normal"] == 2)
+    refused = guarded.post(PATH, json=ASK)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 0
+    assert "x-should-retry" not in refused.headers
+    strict.engine.first_pause_s = 0
+    assert guarded.post(PATH, json=ASK, headers={"x-priority": "high"}).status_code == 200
+    assert strict.engine.asked[-1].priority == 1
+    assert guarded.post(PATH, json=ASK, headers={"x-priority": "urgent"}).status_code == 400
+    for thread in threads:
+        thread.join()
+    assert [each.status_code for each in answers] == [200, 200]
+    assert guarded.post(PATH, json=ASK).status_code == 200
+
+
+def test_a_deadline_ends_a_request(strict, guarded):
+    strict.engine.say("x" * 1000)
+    strict.engine.pause_s = 0.05
+    late = guarded.post(PATH, json=ASK, headers={"x-deadline-ms": "200"})
+    assert late.status_code == 408
+    streamed = guarded.post(PATH, json=ASK | {"stream": True}, headers={"x-deadline-ms": "300"}).text
+    assert "deadline of 0.3 s" in streamed.rpartition("data: ")[2]
+    wait_for(lambda: not strict.engine.open)
+    assert guarded.post(PATH, json=ASK, headers={"x-deadline-ms": "-1"}).status_code == 400
+
+
+def test_a_stream_that_waits_gives_signs_of_life(strict, guarded):
+    strict.engine.first_pause_s = 0.5
+    for path, body in ((PATH, ASK), ("/v1/messages", ASK | {"max_tokens": 9})):
+        text = guarded.post(path, json=body | {"stream": True}).text
+        assert text.startswith(": keep-alive\n\n")
+        assert text.count(": keep-alive") >= 3
+
+
+def raw_request(port, body, path=PATH):
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_a_half_closed_connection_ends_its_request(server):
+    server.engine.say("x" * 5000)
+    server.engine.pause_s = 0.01
+    with raw_request(server.port, ASK | {"stream": True}) as connection:
+        connection.recv(100)
+        connection.shutdown(socket.SHUT_WR)
+        wait_for(lambda: not server.engine.open)
+
+
+def test_a_slow_reader_delays_nobody(server):
+    """Other requests go on while one reader takes nothing."""
+    server.engine.say("</think>" + "x" * 15000)
+    server.engine.chunk = 1
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    data = json.dumps(ASK | {"stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    with connection:
+        connection.sendall(head.encode() + data)
+        connection.recv(10)
+        time.sleep(0.3)
+        stuck = server.engine.num_steps
+        server.engine.chunk = 1000
+        begin = time.monotonic()
+        assert httpx.post(f"{server.url}{PATH}", json=ASK | {"max_tokens": 5}).status_code == 200
+        assert time.monotonic() - begin < 1
+        assert stuck < 15000
+
+
+def test_a_body_in_tiny_pieces_and_pipelined_requests(server):
+    data = json.dumps(ASK).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        for at in range(0, len(head + data), 7):
+            connection.sendall((head + data)[at : at + 7])
+        received = b""
+        while b"hello" not in received:
+            received += connection.recv(4096)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        get = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+        connection.sendall(get * 3)
+        received = b""
+        while received.count(b'"live"') < 3:
+            received += connection.recv(4096)
+
+
+def test_tokens_and_texts(server):
+    told = httpx.post(f"{server.url}/tokenize", json={"prompt": "ab"}).json()
+    assert (told["tokens"], told["count"], told["max_model_len"]) == ([0, 100, 101], 3, 16384)
+    chat = httpx.post(f"{server.url}/tokenize", json={"messages": ASK["messages"]}).json()
+    assert chat["count"] == httpx.post(f"{server.url}{PATH}", json=ASK).json()["usage"]["prompt_tokens"]
+    assert httpx.post(f"{server.url}/detokenize", json={"tokens": [100, 101]}).json() == {"prompt": "ab"}
+    assert httpx.post(f"{server.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_a_draining_server_refuses_and_says_so(server):
+    server.service.gate.is_draining = True
+    try:
+        refused = httpx.post(f"{server.url}{PATH}", json=ASK)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/live").status_code == 200
+    finally:
+        server.service.gate.is_draining = False
+
+
+def test_metrics_have_our_names_and_those_of_dashboards(server):
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'deepinfer_num_requests_running{engine="0"}' in text
+    assert 'vllm:num_requests_running{engine="0",model_name="nano"}' in text
+
+
+@pytest.mark.parametrize("kind", ["x\r\nset-cookie: a=b", "\u2603", "y" * 999])
+def test_names_in_headers_cannot_break_the_answer(server, kind):
+    body = {"model": "nano", "input": "hi", "tools": [{"type": kind}]}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+    assert len(answer.headers["x-deepinfer-left-out"]) <= 60
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("8.8.8.8", True), ("2001:4860:4860::8888", True), ("127.0.0.1", False), ("10.0.0.1", False), ("169.254.169.254", False),
+        ("100.64.0.1", False), ("0.0.0.0", False), ("::1", False), ("::ffff:10.0.0.1", False), ("fe80::1", False),
+        ("fd00::1", False), ("224.0.0.1", False),
+    ],
+)  # fmt: skip
+def test_images_come_from_global_addresses_only(address, expected):
+    assert is_global("host", address) is expected
+
+
+def test_an_image_url_of_a_stranger_is_refused_although_urls_are_allowed():
+    with pytest.raises(RequestError, match="cannot be fetched"):
+        fetch_image("http://127.0.0.1:9/x.png")
+
+
+def test_the_admin_application_drains_with_its_token_only(server):
+    drained = []
+    app = make_admin(server.service, "secret", lambda: drained.append(1))
+
+    async def ask(key):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return (await client.post("/drain", headers={"x-api-key": key})).status_code
+
+    assert asyncio.run(ask("wrong")) == 401
+    assert not drained
+    assert asyncio.run(ask("secret")) == 200
+    assert drained
