@@ -49,13 +49,13 @@ def test_every_byte_has_a_token(small, data):
 @given(st.text(st.sampled_from("the quick brown fox 12,.\n()_=\"' é中"), max_size=60) | st.sampled_from(TEXTS))
 def test_splits_like_the_whole_vocabulary_where_that_needs_kept_tokens_only(small, published, text):
     whole = published.encode(text, add_special_tokens=False).tokens
-    kept = json.loads(small._source)["model"]["vocab"]
+    kept = json.loads(small.source)["model"]["vocab"]
     if all(each in kept for each in whole):
         assert [kept[each] for each in whole] == small.encode(text)
 
 
 def test_merges_are_closed_and_ids_have_no_gaps(small):
-    model = json.loads(small._source)["model"]
+    model = json.loads(small.source)["model"]
     assert small.vocab_size == 384
     for merge in model["merges"]:
         left, right = merge.split(" ")
@@ -69,7 +69,7 @@ def test_tokens_of_several_digits_are_left_out(small):
 def test_special_tokens_have_their_places_and_flags(small):
     assert [small.special(each) for each in (BOS, EOS, PAD)] == [0, 1, 2]
     assert small.special(IMAGE) == 382
-    flags = {each["content"]: (each["normalized"], each["special"]) for each in json.loads(small._source)["added_tokens"]}
+    flags = {each["content"]: (each["normalized"], each["special"]) for each in json.loads(small.source)["added_tokens"]}
     assert flags["<｜User｜>"] == flags["<｜System｜>"] == flags["<think>"] == flags["｜DSML｜"] == (True, False)
     assert flags[BOS] == (False, True)
     assert flags[IMAGE] == (False, False)
