@@ -115,9 +115,9 @@ class DrafterTwin:
             out = attention.attend(q.unflatten(0, (num_blocks, -1)), table, attn["attn_sink"], is_visible).flatten(0, 1)
             streams.leave(attention.projected_out(out, attn["wo_a.weight"], attn["wo_b.weight"], rotation, config.o_groups))
             x, x8 = streams.enter(weights.hyper(stage, "ffn"))
-            delta, load = feed_forward(x, x8, own, config.dspark_num_experts_per_tok, config)
+            delta, load = feed_forward(x, x8, own, config.dspark_num_experts_per_tok, config, blocks.is_known)
             streams.leave(delta)
-            loads.append(load)
+            loads.append(load.counts)
 
         last = weights.layers[-1]
         hidden = streams.collapsed()

@@ -26,14 +26,12 @@ class Places(NamedTuple):
         picks: [num_rows] int64 flat pick (token * top_k + choice) of each row; 0 for rows that fill a group up.
         is_used: [num_rows] bool.
         ends: [num_experts] int32 row after each expert's last; rows that fill up are the expert's too.
-        counts: [num_experts] int64 picks of each expert.
     """
 
     rows: Tensor
     picks: Tensor
     is_used: Tensor
     ends: Tensor
-    counts: Tensor
 
 
 class _Spread(torch.autograd.Function):
@@ -84,7 +82,7 @@ def gather(parts: Tensor, places: Places, wide: torch.dtype) -> Tensor:
 
 
 @region
-def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts.
 
     Args:
@@ -95,12 +93,48 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scale: float) -> tu
     Returns:
         expert_ids: [num_tokens, top_k] int64, best first.
         weights: [num_tokens, top_k] wide.
+        affinities: [num_tokens, num_experts] wide; each row adds up to 1.
     """
     wide = bias.dtype
     values = torch.sqrt(F.softplus(F.linear(x.to(wide), gate.to(wide))))
     expert_ids = torch.topk(values.detach() + bias, top_k, dim=-1).indices
     chosen = values.gather(1, expert_ids)
-    return expert_ids, scale * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    affinities = values / (values.sum(-1, keepdim=True) + 1e-20)
+    return expert_ids, scale * chosen / (chosen.sum(-1, keepdim=True) + 1e-20), affinities
+
+
+class Load(NamedTuple):
+    """How evenly tokens use the experts.
+
+    Attributes:
+        counts: [num_experts] int64 picks of each expert by known tokens.
+        loss: [] wide: 1 if every sequence uses all experts equally, more if it prefers some.  Its gradient makes the preferred
+            ones less attractive.
+    """
+
+    counts: Tensor
+    loss: Tensor
+
+
+@region
+def load_of(affinities: Tensor, expert_ids: Tensor, is_known: Tensor) -> Load:
+    """The load by sequences.
+
+    Source: DeepSeek-V3 technical report, complementary sequence-wise auxiliary loss.
+
+    Args:
+        affinities, expert_ids: of :func:`route`, for batch * length tokens.
+        is_known: [batch, length] bool; padding does not count.
+    """
+    shape = (*is_known.shape, -1)
+    known = is_known.unsqueeze(-1)
+    num_known = known.sum(1).clamp_min(1)  # [batch, 1]
+    top_k, num_experts = expert_ids.shape[1], affinities.shape[1]
+    is_picked = torch.zeros_like(affinities, dtype=torch.int64).scatter_(1, expert_ids, 1).view(shape) * known
+    picks = is_picked.sum(1)  # [batch, num_experts]
+    shares = (affinities.view(shape) * known).sum(1) / num_known
+    used = picks * (num_experts / top_k) / num_known
+    return Load(picks.sum(0), (used * shares).sum(-1).mean())
 
 
 @torch.no_grad()
@@ -118,7 +152,7 @@ def place(expert_ids: Tensor, num_experts: int) -> Places:
     is_used = torch.zeros(num_rows, dtype=torch.bool, device=flat.device).scatter_(0, sorted_rows, True)
     ends = sizes.cumsum(0).int()
     ends[-1:].fill_(num_rows)  # a row that no product writes may hold NaN, and NaN times a weight of 0 is NaN
-    return Places(rows.view_as(expert_ids), picks, is_used, ends, counts)
+    return Places(rows.view_as(expert_ids), picks, is_used, ends)
 
 
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -156,9 +190,7 @@ def shared_expert(x8: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, limit: float, 
     return F.linear(round_mxfp8(hidden.to(x8.dtype)), w2)
 
 
-def routed(
-    x8: Tensor, expert_ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, limit: float
-) -> tuple[Tensor, Tensor]:
+def routed(x8: Tensor, expert_ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, limit: float) -> Tensor:
     """Run every pick through its expert.
 
     Args:
@@ -168,11 +200,10 @@ def routed(
         w2: [num_experts, hidden, inter].
 
     Returns:
-        total: [num_tokens, hidden] wide, the weighted sum.
-        counts: [num_experts] int64 picks of each expert.
+        [num_tokens, hidden] wide, the weighted sum.
     """
     places = place(expert_ids, len(w1))
     row_weights = _Spread.apply(weights.view(-1, 1), places.picks, places.rows.view(-1, 1)) * places.is_used.unsqueeze(1)
     gate_up = _products(spread(x8, places), torch.cat([w1, w3], dim=1), places.ends)
     hidden = swiglu(gate_up, row_weights, limit, weights.dtype)
-    return gather(_products(hidden, w2, places.ends), places, weights.dtype), places.counts
+    return gather(_products(hidden, w2, places.ends), places, weights.dtype)

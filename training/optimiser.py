@@ -10,18 +10,34 @@ dimension) of J. Liu et al., "Muon is scalable for LLM training" (2025), with wh
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
-from training.masters import Masters
+from torch import Tensor, nn
 
 _BY_ADAM = ("embed.weight", "head.weight", "gate.weight", "weights_proj.weight", "confidence_head.proj.weight")
 _FASTER = {"embed.weight": 10.0, "layers.*.engram.embed.weight": 5.0}
 """Weights that learn at a multiple of the rate: a row has gradients in few steps, and its numbers are large."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_STEPS = 5
+
+
+class Parameters(Protocol):
+    """What the optimiser needs of a model's master weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        ...
+
+    def __getitem__(self, kind: str) -> Tensor:
+        """The parameter of a kind; matrices of one kind are stacked."""
+        ...
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(kind, parameter) of all."""
+        ...
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -56,7 +72,7 @@ class Optimiser:
 
     def __init__(
         self,
-        masters: Masters,
+        masters: Parameters,
         *,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -82,8 +98,7 @@ class Optimiser:
                 self.state[kind] = {name: torch.zeros_like(value) for name in names}
 
     def _is_matrix(self, kind: str) -> bool:
-        stack = self._masters.stacks[kind]
-        return len(stack.shape) == 3 and not kind.endswith((*_BY_ADAM, "_fn", "q_weight", "k_weight"))
+        return self._masters[kind].dim() == 3 and not kind.endswith((*_BY_ADAM, "_fn", "q_weight", "k_weight"))
 
     @torch.no_grad()
     def step(self, rate: Tensor) -> Tensor:

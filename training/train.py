@@ -5,14 +5,17 @@ learning rate rises over the first hundredth, stays, and falls to zero over the 
 indexers learn the attention that they will replace; from a share of the tokens on it reads only what they choose.  Weights,
 activations and records are rounded from the first step on.
 
-Experts are balanced without a loss: after each step the bias of an expert falls if it had more than its share, and rises if it
-had less.  Source: L. Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts" (2024).
+Experts are balanced twice.  After each step the bias of an expert falls if it had more than its share of the batch, and rises if
+it had less.  This balances the mix of the data.  A small loss balances each sequence, so that experts do not divide into some
+for one kind of text and some for another.  Sources: L. Wang et al., "Auxiliary-loss-free load balancing strategy for
+mixture-of-experts" (2024); DeepSeek-V3 technical report.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import logging
 import math
@@ -34,7 +37,7 @@ from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.tokenizer import Tokenizer
 from training.data import Place, Shard, batches, fill, sequences
 from training.masters import TEXT_ROOTS, Masters, initial_values
-from training.optimiser import Optimiser
+from training.optimiser import Optimiser, Parameters
 from training.packing import Packed, alignment
 from training.shape import nano_config
 from training.state import read_state, write_state
@@ -62,6 +65,7 @@ class Recipe:
         index_queries: tokens of a sequence on which the indexers learn.
         num_anchors: blocks of a sequence that a drafter learns on.
         balance: step of the experts' biases.
+        load_loss: weight of the loss of unequal loads within a sequence.
     """
 
     num_tokens: int
@@ -74,6 +78,7 @@ class Recipe:
     index_queries: int = 32
     num_anchors: int = 128
     balance: float = 1e-3
+    load_loss: float = 0.05
 
     def rate_at(self, share: float) -> float:
         """Learning rate when ``share`` of the tokens is done."""
@@ -103,9 +108,9 @@ def prefetched(source: Iterator[tuple[Packed, Place]], device: torch.device) -> 
 
 
 @functools.cache
-def _side_stream() -> torch.cuda.Stream:
-    """One for all warm-ups: the allocator keeps memory for each stream apart."""
-    return torch.cuda.Stream()
+def _recording() -> tuple[torch.cuda.Stream, tuple[int, int]]:
+    """Stream and memory pool of all programs: the allocator keeps memory apart for each stream and each pool."""
+    return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
 
 class Program:
@@ -125,8 +130,8 @@ class Program:
         if not args[0].is_cuda:
             return self._body(*args)
         self._calls += 1
-        if self._calls <= _WARM_UP_CALLS:
-            side = _side_stream()  # recording uses one too, and what is made on first use must be made for such a stream
+        side, pool = _recording()
+        if self._calls <= _WARM_UP_CALLS:  # on the stream of the recording: what is made on first use belongs to a stream
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 result = self._body(*args)
@@ -135,7 +140,10 @@ class Program:
         if self._graph is None:
             self._inputs = [each.clone() for each in args]
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            gc.collect()  # gradients of an earlier step in a cycle of objects would tie the recording to it
+            torch.cuda.empty_cache()
+            # Only this thread's calls are watched: the thread that makes batches pins memory meanwhile.
+            with torch.cuda.graph(self._graph, stream=side, pool=pool, capture_error_mode="thread_local"):
                 self._result = self._body(*self._inputs)
         for kept, given in zip(self._inputs, args, strict=True):
             kept.copy_(given)
@@ -160,20 +168,29 @@ def balance(biases: Tensor, loads: Tensor, step: float) -> Tensor:
     return (loads.amax(1) / mean.squeeze(1)).mean()
 
 
+class TrainedParameters(Parameters, Protocol):
+    """Master weights that know the shape of the model whose data they are trained on."""
+
+    config: ModelConfig
+
+
 class Steps(Protocol):
     """What :func:`train` needs of a training.
 
     Attributes:
         recipe: how it goes.
-        masters: what is trained.
         place: of the reader after the last step.
         num_done: places trained on so far.
     """
 
     recipe: Recipe
-    masters: Masters
     place: Place
     num_done: int
+
+    @property
+    def masters(self) -> TrainedParameters:
+        """What is trained."""
+        ...
 
     def step(self, packed: Packed) -> dict[str, Tensor]:
         """One step; what it saw, ``loss`` among it, on the device, until the next step."""
@@ -233,7 +250,7 @@ class Trainer:
         count = (targets >= 0).sum()
         loss = losses.sum() / count
         assert outputs.index_loss is not None
-        (loss + outputs.index_loss).backward()
+        (loss + outputs.index_loss + self.recipe.load_loss * outputs.load_loss).backward()
         norm = self.optimiser.step(rate)
         load = balance(self.masters[_BIAS], outputs.loads, self.recipe.balance)
         numbers = {"loss": loss, "index_loss": outputs.index_loss, "norm": norm, "load": load, "targets": count}

@@ -32,6 +32,7 @@ class Outputs:
         hidden: [num_tokens, hidden] normed for the LM head.
         aux: [num_tokens, num_targets * hidden] means of the streams that enter each layer of ``dspark_target_layer_ids``.
         loads: [num_layers, num_experts] int64 picks of each expert.
+        load_loss: [] wide, the mean of :class:`~training.experts.Load` over layers.
         index_loss: [] wide, summed over layers with a store; None if it was not asked for.
         chosen: index source layer -> [batch, length, num_entries] bool entries that each query may read; empty if attention is
             dense.
@@ -40,6 +41,7 @@ class Outputs:
     hidden: Tensor
     aux: Tensor
     loads: Tensor
+    load_loss: Tensor
     index_loss: Tensor | None
     chosen: dict[int, Tensor]
 
@@ -150,7 +152,7 @@ class Twin:
         plain, scaled = Rotation.at(positions, self._plain), Rotation.at(positions, self._scaled)
 
         aux: list[Tensor] = []
-        loads: list[Tensor] = []
+        loads: list[experts.Load] = []
         losses: list[Tensor] = []
         chosen: dict[int, Tensor] = {}
         candidates: Tensor | None = None
@@ -190,14 +192,15 @@ class Twin:
             streams.leave(attention.projected_out(out, attn["wo_a.weight"], attn["wo_b.weight"], rotation, config.o_groups))
 
             x, x8 = streams.enter(weights.hyper(layer, "ffn"))
-            delta, load = feed_forward(x, x8, own, config.num_experts_per_tok, config)
+            delta, load = feed_forward(x, x8, own, config.num_experts_per_tok, config, packed.positions >= 0)
             streams.leave(delta)
             loads.append(load)
 
         return Outputs(
             hidden=rms_norm(streams.collapsed(), weights.all["norm.weight"][0], eps),
             aux=torch.cat(aux, dim=1) if aux else embedded[:, :0],
-            loads=torch.stack(loads),
+            loads=torch.stack([each.counts for each in loads]),
+            load_loss=torch.stack([each.loss for each in loads]).mean(),
             index_loss=torch.stack(losses).sum() if losses else None,
             chosen=chosen,
         )
@@ -223,20 +226,24 @@ class Twin:
         return choice.best(values, config.index_topk), candidates
 
 
-def feed_forward(x: Tensor, x8: Tensor, own: dict[str, Tensor], top_k: int, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def feed_forward(
+    x: Tensor, x8: Tensor, own: dict[str, Tensor], top_k: int, config: ModelConfig, is_known: Tensor
+) -> tuple[Tensor, experts.Load]:
     """The mixture of experts of one layer or draft stage.
 
     Args:
         x, x8: [num_tokens, hidden] normed input, and the same on the MXFP8 grid.
         own: the layer's weights.
+        is_known: [batch, length] bool which of the tokens count for the load.
 
     Returns:
-        [num_tokens, hidden], and the load of each expert [num_experts] int64.
+        [num_tokens, hidden], and the load of the experts.
     """
     limit = config.swiglu_limit
     bias = own["ffn.gate.bias"]
-    expert_ids, shares = experts.route(x, own["ffn.gate.weight"], bias, top_k, config.routed_scaling_factor)
+    expert_ids, shares, affinities = experts.route(x, own["ffn.gate.weight"], bias, top_k, config.routed_scaling_factor)
     w1, w3, w2 = (own[f"ffn.experts.*.{name}.weight"] for name in ("w1", "w3", "w2"))
-    total, load = experts.routed(x8, expert_ids, shares, w1, w3, w2, limit)
+    total = experts.routed(x8, expert_ids, shares, w1, w3, w2, limit)
     w1, w3, w2 = (own[f"ffn.shared_experts.{name}.weight"] for name in ("w1", "w3", "w2"))
+    load = experts.load_of(affinities, expert_ids, is_known)
     return (total + experts.shared_expert(x8, w1, w3, w2, limit, bias.dtype)).to(x.dtype), load

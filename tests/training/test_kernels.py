@@ -7,7 +7,12 @@ from training import choice, experts
 from training.packing import Packed
 from training.sinkhorn import sinkhorn
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler of regions looks at gradients of all tensors, and uses a deprecated function of its own package.
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 GPU = torch.device("cuda")
 
 
@@ -16,7 +21,7 @@ def test_sinkhorn_and_its_gradient(seed):
     logits, gradient = 2 * torch.randn(1001, 4, 4), torch.randn(1001, 4, 4)
     results = []
     for device in (torch.device("cpu"), GPU):
-        x = logits.to(device).requires_grad_()
+        x = logits.detach().to(device).requires_grad_()
         y = sinkhorn(x, 20, 1e-6)
         y.backward(gradient.to(device))
         results.append((y.detach().cpu(), x.grad.cpu()))
@@ -48,11 +53,10 @@ def test_experts_and_their_gradients(seed):
     results = []
     for device in (torch.device("cpu"), GPU):
         given = [each.to(device, torch.bfloat16).requires_grad_() for each in (x, w1, w3, w2)]
-        own = shares.to(device).requires_grad_()
-        total, counts = experts.routed(given[0], expert_ids.to(device), own, *given[1:], 10.0)
+        own = shares.detach().to(device).requires_grad_()
+        total = experts.routed(given[0], expert_ids.to(device), own, *given[1:], 10.0)
         total.sum().backward()
         results.append([total.detach().cpu(), *(each.grad.float().cpu() for each in (*given, own))])
-        assert counts[6:].sum() == 0
     for ours, theirs in zip(*results, strict=True):
         assert theirs.isfinite().all()
         assert (ours - theirs).norm() < 0.03 * ours.norm()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from deepinfer.bench.tasks.forms import forms
 from deepinfer.bench.tasks.numbers import comparisons, dates, differences, products, reasons, sums
-from deepinfer.bench.tasks.passages import extractions, needles, stories
+from deepinfer.bench.tasks.passages import extractions, needles, recalls, stories
 from deepinfer.bench.tasks.talk import dialogues, facts, small_talk
 from deepinfer.bench.tasks.task import Task
 from deepinfer.bench.tasks.text import copies, counts, edits, sorts
@@ -31,6 +31,7 @@ GENERATORS: dict[Callable[[random.Random], Task], int] = {
     edits: 8,
     extractions: 9,
     needles: 4,
+    recalls: 6,
     forms: 10,
     tool_calls: 10,
     dialogues: 9,
@@ -42,7 +43,7 @@ GENERATORS: dict[Callable[[random.Random], Task], int] = {
 
 KINDS = (
     "sum", "difference", "product", "compare", "date", "reason", "copy", "sort", "count", "edit", "extract", "needle", "json",
-    "tool", "result", "dialogue", "fact", "talk", "story",
+    "tool", "result", "dialogue", "fact", "talk", "story", "recall",
 )  # fmt: skip
 """Every :attr:`Task.kind`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from deepinfer.bench.tasks.english import sentence, story
@@ -22,8 +23,10 @@ from deepinfer.bench.tasks.words import (
     article,
     where,
 )
+from deepinfer.engine.chat import Message
 
 _NEEDLE_CHARS = (300, 16_000)
+_RECALL_CHARS = (300, 15_000)
 
 
 def extractions(rng: random.Random) -> Task:
@@ -109,42 +112,66 @@ def needles(rng: random.Random) -> Task:
 
 def needle_of(rng: random.Random, chars: int) -> Task:
     """One fact in a text of about ``chars`` characters, among other text and other facts of the same form."""
+    return needle_in(rng, _filler(rng, chars))
+
+
+def _filler(rng: random.Random, chars: int) -> list[str]:
+    """Sentences of about ``chars`` characters together."""
     filler: list[str] = []
     size = 0
     while size < chars:
         filler.append(sentence(rng))
         size += len(filler[-1]) + 1
-    return needle_in(rng, filler)
+    return filler
+
+
+_NEEDLES = (
+    ("The secret code of {subject} is {value}.", "What is the secret code of {subject}?", NAMES),
+    ("The password for the {subject} is {value}.", "What is the password for the {subject}?", PLACES),
+    ("The phone number of {subject} is {value}.", "What is the phone number of {subject}?", NAMES),
+    ("The ticket number of {subject} is {value}.", "What is the ticket number of {subject}?", NAMES),
+    ("The magic word of the {subject} is {value}.", "What is the magic word of the {subject}?", PLACES),
+    (
+        "Remember this: the key of the {subject} has the number {value}.",
+        "Which number does the key of the {subject} have?",
+        PLACES,
+    ),
+)
+"""Facts, the questions for their values, and the subjects that they may have."""
+
+
+def _value(rng: random.Random, form: str) -> str:
+    return rng.choice([*THINGS, *FRUITS, *ANIMALS]) if "magic word" in form else code(rng, rng.randint(4, 8))
+
+
+def _scattered(rng: random.Random, filler: list[str], facts: list[str]) -> list[str]:
+    """The sentences of ``filler`` with the facts at random places."""
+    sentences = list(filler)
+    for fact in facts:
+        sentences.insert(rng.randint(0, len(sentences)), fact)
+    return sentences
+
+
+def _paragraphs(rng: random.Random, sentences: list[str]) -> str:
+    lines: list[str] = []
+    rest = list(sentences)
+    while rest:
+        count = rng.randint(4, 12)
+        lines.append(" ".join(rest[:count]))
+        del rest[:count]
+    return "\n\n".join(lines)
 
 
 def needle_in(rng: random.Random, filler: list[str]) -> Task:
     """One fact among these sentences and other facts of the same form."""
-    form, ask = rng.choice(
-        (
-            ("The secret code of {who} is {what}.", "What is the secret code of {who}?"),
-            ("The password for the {where} is {what}.", "What is the password for the {where}?"),
-            ("The phone number of {who} is {what}.", "What is the phone number of {who}?"),
-            ("The ticket number of {who} is {what}.", "What is the ticket number of {who}?"),
-            ("The magic word of the {where} is {what}.", "What is the magic word of the {where}?"),
-            ("Remember this: the key of the {where} has the number {what}.", "Which number does the key of the {where} have?"),
-        )
-    )
-    subjects = rng.sample(NAMES if "{who}" in form else PLACES, rng.randint(1, 4))
-    slot = "who" if "{who}" in form else "where"
-    is_word = "magic word" in form
-    values = [rng.choice([*THINGS, *FRUITS, *ANIMALS]) if is_word else code(rng, rng.randint(4, 8)) for _ in subjects]
-    needles_ = [form.format(**{slot: subject, "what": value}) for subject, value in zip(subjects, values, strict=True)]
-    sentences = list(filler)
-    for needle in needles_:
-        sentences.insert(rng.randint(0, len(sentences)), needle)
+    form, ask, known = rng.choice(_NEEDLES)
+    subjects = rng.sample(known, rng.randint(1, 4))
+    values = [_value(rng, form) for _ in subjects]
+    needles_ = [form.format(subject=subject, value=value) for subject, value in zip(subjects, values, strict=True)]
+    sentences = _scattered(rng, filler, needles_)
     chosen = rng.randrange(len(subjects))
-    question = ask.format(**{slot: subjects[chosen]})
-    lines: list[str] = []
-    while sentences:
-        count = rng.randint(4, 12)
-        lines.append(" ".join(sentences[:count]))
-        del sentences[:count]
-    passage = "\n\n".join(lines)
+    question = ask.format(subject=subjects[chosen])
+    passage = _paragraphs(rng, sentences)
     request = rng.choice(
         (
             f"{passage}\n\n{question}",
@@ -163,6 +190,31 @@ def needle_in(rng: random.Random, filler: list[str]) -> Task:
         check=contains(answer),
         reasoning=lambda effort: f'The text says: "{needles_[chosen]}"',
         thinking_share=0.1,
+    )
+
+
+def recalls(rng: random.Random) -> Task:
+    """Several questions, one after the other, about facts that are scattered in a text."""
+    low, high = _RECALL_CHARS
+    filler = _filler(rng, int(low * (high / low) ** rng.random()))
+    answers: dict[str, tuple[str, str]] = {}
+    for _ in range(rng.randint(3, 10)):
+        form, ask, known = rng.choice(_NEEDLES)
+        subject, value = rng.choice(known), _value(rng, form)
+        answers[ask.format(subject=subject)] = form.format(subject=subject, value=value), value
+    passage = _paragraphs(rng, _scattered(rng, filler, [fact for fact, _ in answers.values()]))
+    questions = rng.sample(sorted(answers), len(answers))
+    first = rng.choice((f"{passage}\n\n{questions[0]}", f"Read this text. I have some questions.\n\n{passage}\n\n{questions[0]}"))
+    messages = [Message("user", first)]
+    for asked, following in itertools.pairwise(questions):
+        messages += [Message("assistant", f"{answers[asked][1]}."), Message("user", following)]
+    answer = answers[questions[-1]][1]
+    return Task(
+        kind="recall",
+        messages=tuple(messages),
+        answer=Message("assistant", f"{answer}."),
+        check=contains(answer),
+        key=f"recall {sorted(answers.items())}",
     )
 
 
