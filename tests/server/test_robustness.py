@@ -87,6 +87,7 @@ def test_unknown_paths_and_methods_have_json_errors(guarded):
         answer = guarded.get(path)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
+    assert answer.headers["allow"] == "POST"
     named = guarded.get("/nowhere", headers={"anthropic-version": "2023-06-01"}).json()
     assert named["type"] == "error"
 
