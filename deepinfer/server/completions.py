@@ -280,10 +280,16 @@ class CompletionsWriter:
         return self._tokenizer.decode(ids), logprobs
 
     def _entry(self, choice: _Choice, token_id: int, logprob: float | None, top: Mapping[int, float]) -> dict[str, Any]:
+        """What is told of one token.
+
+        The token has one number in both places: evaluation tools compare them exactly, and a kernel may round them differently.
+        """
         entry = {
             "token": self._spelling(token_id),
             "logprob": logprob,
-            "top": {self._spelling(each): value for each, value in top.items()} if logprob is not None else None,
+            "top": {self._spelling(each): logprob if each == token_id else value for each, value in top.items()}
+            if logprob is not None
+            else None,
             "offset": choice.num_chars,
         }
         choice.num_chars += len(choice.counted.push(token_id))
