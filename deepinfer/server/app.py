@@ -33,11 +33,12 @@ from deepinfer.metrics import exposition
 from deepinfer.request import as_text, as_whole_numbers
 from deepinfer.server.asked import Asked, Engine
 from deepinfer.server.bodies import ChatBody, CompletionsBody, DetokenizeBody, MessagesBody, ResponsesBody, TokenizeBody
-from deepinfer.server.chat import ChatReader, Encoder, Fetch, new_id
+from deepinfer.server.chat import ChatReader, Encoder, Fetch, check_model, new_id
 from deepinfer.server.completions import CompletionsReader
 from deepinfer.server.failures import Family, HttpError, as_http, error_body, error_headers
 from deepinfer.server.gate import Gate
 from deepinfer.server.openapi import openapi
+from deepinfer.server.protocol import as_switch, check_known
 from deepinfer.server.stream import Disconnected, Generation, send_whole
 from deepinfer.tokenizer import Tokenizer
 
@@ -315,19 +316,21 @@ class _Handlers:
 
     def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         service = self._service
+        check_known(TokenizeBody.__struct_fields__, body)
+        body = {"model": service.args.served_model_names[0]} | {name: each for name, each in body.items() if each is not None}
+        check_model(body, service.args.served_model_names)
+        has_begin = as_switch("add_special_tokens", body.pop("add_special_tokens", None), default=True)
         if "messages" in body:
-            body.setdefault("model", service.args.served_model_names[0])
             ids = list(service.chat.read("chat", body).prompts[0])
         else:
-            ids = service.completions.text_ids(as_text("prompt", body.get("prompt")))
-            if body.get("add_special_tokens") is False:
-                ids = ids[1:]
+            ids = service.completions.text_ids(as_text("prompt", body.get("prompt")))[0 if has_begin else 1 :]
         return {"tokens": ids, "count": len(ids), "max_model_len": service.engine.facts.max_model_len}
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The text of ids."""
 
         def convert(body: dict[str, Any]) -> dict[str, Any]:
+            check_known(DetokenizeBody.__struct_fields__, body)
             ids = as_whole_numbers("tokens", body.get("tokens"), things="token ids")
             return {"prompt": self._service.tokenizer.decode(ids)}
 

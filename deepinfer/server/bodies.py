@@ -24,6 +24,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=16)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Schema = dict[str, Any]
+Url = Annotated[str, Meta(pattern="^(data:image/|https?://)")]
 
 
 class Sampling(Struct, kw_only=True):
@@ -71,7 +72,7 @@ class TextPart(Struct, tag_field="type", tag="text"):
 class ImageUrl(Struct):
     """A data URL, or an address if the server fetches images."""
 
-    url: str
+    url: Url
 
 
 class ImagePart(Struct, tag_field="type", tag="image_url"):
@@ -202,10 +203,13 @@ class Template(Struct):
     reasoning_effort: Effort | None = None
 
 
+Turns = Annotated[list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1)]
+
+
 class ChatBody(Body, kw_only=True):
     """Chat Completions."""
 
-    messages: Annotated[list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1)]
+    messages: Turns
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Answers | None = None
@@ -256,7 +260,7 @@ class OutputText(Struct, tag_field="type", tag="output_text"):
 class InputImage(Struct, tag_field="type", tag="input_image"):
     """An image: a data URL, or an address if the server fetches images."""
 
-    image_url: str
+    image_url: Url
 
 
 class MessageItem(Struct, tag_field="type", tag="message"):
@@ -399,13 +403,16 @@ class ResultBlock(Struct, tag_field="type", tag="tool_result"):
     is_error: bool | None = None
 
 
-class Message(Struct):
-    """A turn of the conversation."""
+class UserMessage(Struct, tag_field="role", tag="user"):
+    """What the user says, and the results of calls."""
 
-    role: Literal["user", "assistant"]
-    content: (
-        str | Annotated[list[TextPart | ImageBlock | ThinkingBlock | RedactedBlock | UseBlock | ResultBlock], Meta(min_length=1)]
-    )
+    content: str | Annotated[list[TextPart | ImageBlock | ResultBlock], Meta(min_length=1)]
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+    """An earlier answer."""
+
+    content: str | Annotated[list[TextPart | ThinkingBlock | RedactedBlock | UseBlock], Meta(min_length=1)]
 
 
 class MessagesTool(Struct):
@@ -442,7 +449,7 @@ class OutputOptions(Struct):
 class MessagesBody(Body, kw_only=True):
     """Messages.  Tools that only the vendor runs are left out, and a header of the answer names them."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[UserMessage | AssistantMessage], Meta(min_length=1)]
     max_tokens: Count | None = None
     system: str | list[TextPart] | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -457,12 +464,13 @@ class MessagesBody(Body, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """A text, or a conversation as in Chat Completions."""
+    """A text, or a conversation as in Chat Completions; ``add_special_tokens: false`` leaves the begin token of a text out."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn] | None = None
+    messages: Turns | None = None
+    tools: list[ChatTool] | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):

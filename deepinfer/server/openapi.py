@@ -58,17 +58,16 @@ def openapi(routes: Sequence[Route], model_names: Sequence[str], open_paths: Ite
     """
     bodies = {body for route in routes if (body := getattr(route.endpoint, "body", None)) is not None}
     _, schemas = msgspec.json.schema_components(sorted(bodies, key=lambda each: each.__name__), ref_template=_REF)
+    for body in bodies:
+        schemas[body.__name__]["additionalProperties"] = False
+        schemas[body.__name__]["properties"]["model"] = {"enum": list(model_names)}
     for api, body in BODIES.items():
         schema = schemas[body.__name__]
-        schema["additionalProperties"] = False
         schema["properties"] |= {name: {"description": "Has no effect on tokens."} for name in sorted(HARMLESS[api])}
         schema["properties"] |= {
             name: {"enum": [None, *neutral], "description": "Refused with any other value."}
             for name, neutral in REFUSED[api].items()
         }
-    for body in bodies:
-        if "model" in body.__struct_fields__:
-            schemas[body.__name__]["properties"]["model"] = {"enum": list(model_names)}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)

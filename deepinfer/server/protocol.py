@@ -8,7 +8,7 @@ Source: the signatures of the packages ``openai`` and ``anthropic``, and the fie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final, Literal
 
 from deepinfer.errors import RequestError, shown
@@ -74,17 +74,27 @@ REFUSED: Final[Mapping[Api, Mapping[str, tuple[object, ...]]]] = {
 """Fields without effect here -> values that ask for nothing; None always asks for nothing."""
 
 
+def check_known(names: Container[str], body: Mapping[str, Any]) -> None:
+    """Refuse a body with a field that is not in ``names``.
+
+    Raises:
+        HttpError: 400 that names the first such field.
+    """
+    for name in body:
+        if name not in names:
+            raise HttpError(400, f"the field {shown(name)} is unknown here; leave it out", param=name, code="unknown_parameter")
+
+
 def check_fields(api: Api, body: Mapping[str, Any]) -> None:
     """Refuse a body with a field that has no effect here.
 
     Raises:
         HttpError: 400 that names the first such field.
     """
+    check_known(HONOURED[api] | HARMLESS[api] | REFUSED[api].keys(), body)
     for name, value in body.items():
-        if name in HONOURED[api] or name in HARMLESS[api]:
-            continue
         if name not in REFUSED[api]:
-            raise HttpError(400, f"the field {shown(name)} is unknown here; leave it out", param=name, code="unknown_parameter")
+            continue
         if value is not None and value not in REFUSED[api][name]:
             raise HttpError(
                 400, f"{name}={shown(value)} is not supported by this server; leave it out", param=name, code="unsupported_value"
