@@ -52,7 +52,7 @@ def openapi(routes: Sequence[Route], model_names: Sequence[str], open_paths: Ite
     Args:
         routes: all routes.  The first line of a handler's docstring is its summary.  A handler with a ``body`` takes an object of
             that class; with ``generates`` it may answer with a stream of events.
-        model_names: the values that the field ``model`` may have.
+        model_names: the models that requests may name.
         open_paths: paths that need no key.
         has_keys: whether the other paths need one.
     """
@@ -72,7 +72,7 @@ def openapi(routes: Sequence[Route], model_names: Sequence[str], open_paths: Ite
     for route in routes:
         path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method, is_open=path in open_paths)
+            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method, model_names, is_open=path in open_paths)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "deepinfer", "version": __version__},
@@ -85,7 +85,7 @@ def openapi(routes: Sequence[Route], model_names: Sequence[str], open_paths: Ite
     return document
 
 
-def _operation(route: Route, path: str, method: str, *, is_open: bool) -> dict[str, Any]:
+def _operation(route: Route, path: str, method: str, model_names: Sequence[str], *, is_open: bool) -> dict[str, Any]:
     body, generates = getattr(route.endpoint, "body", None), getattr(route.endpoint, "generates", False)
     words = re.findall(r"\w+", path)
     media = _MEDIA.get(path, "application/json")
@@ -101,10 +101,10 @@ def _operation(route: Route, path: str, method: str, *, is_open: bool) -> dict[s
     if is_open:
         made["security"] = []
     if generates:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {}
         made["parameters"] = _HEADERS
     if "{name}" in path:
-        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"enum": list(model_names)}}]
     if body is not None:
         schema = {"$ref": _REF.format(name=body.__name__)}
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
