@@ -36,7 +36,7 @@ def memory_mb(pid):
 
 
 @pytest.mark.slow
-def test_random_requests_find_no_failure_no_hang_and_no_leak(capsys):
+def test_random_requests_find_no_failure_no_hang_and_no_leak(capsys, tmp_path):
     command = shutil.which("schemathesis")
     if command is None:
         pytest.skip("the command schemathesis is not installed")
@@ -54,7 +54,7 @@ def test_random_requests_find_no_failure_no_hang_and_no_leak(capsys):
 
     def run(group, texts):
         arguments = [command, "run", f"{server.url}/openapi.json", *OPTIONS, *group]
-        done = subprocess.run(arguments, env=hooks, capture_output=True, text=True, check=False)
+        done = subprocess.run(arguments, env=hooks, cwd=tmp_path, capture_output=True, text=True, check=False)
         texts.append((done.returncode, done.stdout))
 
     watching, texts = threading.Thread(target=watch), []
