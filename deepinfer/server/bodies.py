@@ -264,7 +264,7 @@ class InputImage(Struct, tag_field="type", tag="input_image"):
 
 
 class MessageItem(Struct, tag_field="type", tag="message"):
-    """A turn of the conversation."""
+    """A turn of the conversation; its type may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | InputImage]
@@ -285,6 +285,21 @@ class CallOutputItem(Struct, tag_field="type", tag="function_call_output"):
     output: str
 
 
+class CustomCallItem(Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool that the model made."""
+
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomOutputItem(Struct, tag_field="type", tag="custom_tool_call_output"):
+    """The result of a call of a custom tool."""
+
+    call_id: str
+    output: str
+
+
 class SummaryText(Struct, tag_field="type", tag="summary_text"):
     """A summary of reasoning."""
 
@@ -295,6 +310,9 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
     """Reasoning of an earlier answer."""
 
     summary: list[SummaryText]
+
+
+Item = MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
 
 
 class FunctionTool(Function, tag_field="type", tag="function"):
@@ -346,7 +364,7 @@ class ReasoningOptions(Struct):
 class ResponsesBody(Body, kw_only=True):
     """Responses.  Tools that only the vendor runs are left out, and a header of the answer names them."""
 
-    input: str | Annotated[list[MessageItem | CallItem | CallOutputItem | ReasoningItem], Meta(min_length=1)]
+    input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     reasoning: ReasoningOptions | None = None
@@ -415,6 +433,12 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
     content: str | Annotated[list[TextPart | ThinkingBlock | RedactedBlock | UseBlock], Meta(min_length=1)]
 
 
+class SystemMessage(Struct, tag_field="role", tag="system"):
+    """Instructions within a conversation."""
+
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+
+
 class MessagesTool(Struct):
     """A function that the model may call; ``strict`` enforces its schema.  Tools of other types than ``custom`` are left out."""
 
@@ -449,7 +473,7 @@ class OutputOptions(Struct):
 class MessagesBody(Body, kw_only=True):
     """Messages.  Tools that only the vendor runs are left out, and a header of the answer names them."""
 
-    messages: Annotated[list[UserMessage | AssistantMessage], Meta(min_length=1)]
+    messages: Annotated[list[UserMessage | AssistantMessage | SystemMessage], Meta(min_length=1)]
     max_tokens: Count | None = None
     system: str | list[TextPart] | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None

@@ -15,6 +15,7 @@ import msgspec
 from starlette.routing import Route
 
 from deepinfer import __version__
+from deepinfer.server.bodies import MessageItem
 from deepinfer.server.gate import PRIORITIES
 from deepinfer.server.protocol import BODIES, HARMLESS, REFUSED
 
@@ -58,6 +59,7 @@ def openapi(routes: Sequence[Route], model_names: Sequence[str], open_paths: Ite
     """
     bodies = {body for route in routes if (body := getattr(route.endpoint, "body", None)) is not None}
     _, schemas = msgspec.json.schema_components(sorted(bodies, key=lambda each: each.__name__), ref_template=_REF)
+    schemas[MessageItem.__name__]["required"].remove("type")
     for body in bodies:
         schemas[body.__name__]["additionalProperties"] = False
         schemas[body.__name__]["properties"]["model"] = {"enum": list(model_names)}

@@ -50,6 +50,20 @@ def test_bodies_of_clients_fit_the_document(document, name, body):
         validator.validate(body | {"unknown": 1})
 
 
+def test_turns_of_agents_fit_the_document(document):
+    easy = {"model": "nano", "input": [{"role": "user", "content": "a"}]}
+    patch = {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "x"}
+    result = {"type": "custom_tool_call_output", "call_id": "1", "output": "y"}
+    system = {"model": "nano", "messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}
+    for name, body in (
+        ("ResponsesBody", easy),
+        ("ResponsesBody", easy | {"input": [*easy["input"], patch, result]}),
+        ("MessagesBody", system),
+    ):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(body)
+
+
 def test_keys_are_in_the_document_if_the_server_asks_for_them(document):
     assert "security" not in document
     made = Server(api_keys=("one",))
