@@ -25,6 +25,8 @@ T = TypeVar("T")
 GREEDY_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy decoding."""
 MAX_TOP_LOGPROBS = 1000
+MAX_PROMPT_TOP = 2**20
+"""Most likely tokens that a request may ask for over all tokens of its prompt; the records of so many take 80 MB."""
 MAX_SAMPLES = 128
 """Most answers to one prompt."""
 MAX_REPETITION_PENALTY = 1000.0
@@ -174,7 +176,8 @@ class SamplingParams:
         max_tokens: most tokens to generate; 0 counts as 1.
         logprobs: accepted for compatibility; log-probabilities of chosen tokens are always reported.
         prompt_logprobs: report the log-probability of every prompt token; an engine with a bounded decoder half cannot do this.
-        top_logprobs: number of most likely tokens to report in addition to the chosen one, 0 … 1000.
+        top_logprobs: number of most likely tokens to report in addition to the chosen one, 0 … 1000; with ``prompt_logprobs``
+            also for every prompt token.
         first_n_token_no_eos: forbid the end token among the first n generated tokens, unless no other token is allowed.
         so_args: structured output: a mapping of the values of :class:`StructuredOutput`.  The grammar rules out tokens in
             addition to ``allowed_token_ids`` and ``banned_token_ids``.  ``ignore_eos`` cannot be combined with it.
@@ -618,6 +621,12 @@ class Request:
                 "prompt_logprobs=True is reported with the first output token, which a request that begins with output tokens "
                 "does not generate; leave prompt_logprobs or output_token_ids out"
             )
+        num_prompt, num_top = len(self.prompt_token_ids), self.params.top_logprobs
+        if self.params.prompt_logprobs and num_prompt * num_top > MAX_PROMPT_TOP:
+            raise RequestError(
+                f"prompt_logprobs=True with top_logprobs={num_top} for a prompt of {num_prompt} tokens asks for "
+                f"{num_prompt * num_top} log-probabilities, the limit is {MAX_PROMPT_TOP}; lower top_logprobs"
+            )
 
     def with_seed(self) -> Request:
         """This request with a seed in its parameters."""
@@ -657,6 +666,8 @@ class RequestOutput:
         top_token_ids, top_logprobs: the most likely tokens, best first; ``params.top_logprobs`` gives their number.
         prompt_logprobs: only on the first record of answer 0, if the request asks for it; entry i is the log-probability of
             prompt token i after the tokens before it, entry 0 is None.
+        prompt_top_token_ids, prompt_top_logprobs: with ``prompt_logprobs``, and only if ``params.top_logprobs`` is not 0; entry i
+            has the most likely tokens at prompt token i, best first, entry 0 is empty.
         nextn_logprobs, sum_smaller_probs: None; not computed.
         draft_tok, accept_tok: drafted and accepted tokens of the step; 0 without speculation.
         message: why the request ended, for the finish reason "grammar_error"; otherwise None.
@@ -675,6 +686,8 @@ class RequestOutput:
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_token_ids: tuple[tuple[int, ...], ...] | None = None
+    prompt_top_logprobs: tuple[tuple[float, ...], ...] | None = None
     nextn_logprobs: None = None
     sum_smaller_probs: None = None
     draft_tok: int = 0

@@ -8,7 +8,7 @@ the positions and the numbers of verified drafts of rounds, because the step bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,6 +159,8 @@ class StepResult:
     Attributes:
         sampled: request id -> its new tokens, for chunks that sample and for rounds.
         prompt_logprobs: request id -> log-probabilities of its chunk's target ids.
+        prompt_top: request id -> for each of these target ids, the most likely tokens, best first, and their log-probabilities;
+            only for requests with ``top_logprobs``.
         confidences: [num_drafting, num_drafts] float32 of the drafts for the next round.  The requests are those of chunks that
             sample or have an anchor, and of rounds, in the order of the plan.  Empty without drafts.
         duration_ms: device time of the step.
@@ -170,6 +172,7 @@ class StepResult:
 
     sampled: Mapping[str, Sampled]
     prompt_logprobs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    prompt_top: Mapping[str, Sequence[tuple[tuple[int, ...], tuple[float, ...]]]] = field(default_factory=dict)
     confidences: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_CONFIDENCES)
     duration_ms: float = 0.0
     num_padding_rows: int = 0

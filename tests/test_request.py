@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from deepinfer.errors import RequestError, reason, shown
 from deepinfer.executor.slots import SlotTable
-from deepinfer.request import MAX_SAMPLES, Request, RequestOutput, SamplingParams, StructuredOutput
+from deepinfer.request import (
+    MAX_PROMPT_TOP,
+    MAX_SAMPLES,
+    MAX_TOP_LOGPROBS,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+)
 
 EVERYTHING = {
     "n": 3,
@@ -217,6 +225,15 @@ def test_records_carry_prompt_logprobs_and_sample_through_transport():
         sample_idx=2,
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=RequestOutput) == record
+
+
+def test_the_most_likely_tokens_of_a_long_prompt_are_limited():
+    params = SamplingParams(prompt_logprobs=True, top_logprobs=MAX_TOP_LOGPROBS)
+    ids = (5,) * (MAX_PROMPT_TOP // MAX_TOP_LOGPROBS + 1)
+    Request(request_id="a", prompt_token_ids=ids[1:], params=params)
+    Request(request_id="a", prompt_token_ids=ids, params=replace(params, prompt_logprobs=False))
+    with pytest.raises(RequestError, match="asks for 1049000 log-probabilities, the limit is 1048576; lower top_logprobs"):
+        Request(request_id="a", prompt_token_ids=ids, params=params)
 
 
 # Values of other types, and values that the device cannot represent.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.model.checkpoint.random_weights import random_tensors
 from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.model.checkpoint.writer import write_checkpoint
-from deepinfer.tokenizer import Tokenizer
+from deepinfer.tokenizer import BOS, EOS, PAD, Tokenizer
 from training.masters import DRAFTER_ROOTS, TEXT_ROOTS, Masters, initial_values
 from training.shape import nano_config
 from training.state import read_state
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 15 << 20
 SEED = 20_261_017
+_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+"""What other programs read beside ``tokenizer.json``: load generators and evaluation tools load the folder with transformers."""
 
 
 def export(folder: Path, config: ModelConfig, trained: list[Masters]) -> None:
@@ -49,6 +52,13 @@ def export(folder: Path, config: ModelConfig, trained: list[Masters]) -> None:
         yield from missing
 
     write_checkpoint(folder, config, itertools.chain(known(), others()), shard_bytes=SHARD_BYTES, progress=False)
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``."""
+    tokenizer.save(folder / "tokenizer.json")
+    text = json.dumps(_TOKENIZER_CONFIG, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def masters_of(config: ModelConfig, roots: tuple[str, ...], folder: Path) -> Masters:
@@ -76,7 +86,7 @@ def main() -> None:
     if args.drafter is not None:
         trained.append(masters_of(config, DRAFTER_ROOTS, args.drafter))
     export(args.out, config, trained)
-    tokenizer.save(args.out / "tokenizer.json")
+    save_tokenizer(args.out, tokenizer)
     size = sum(each.stat().st_size for each in args.out.iterdir())
     log.info("%s: %.1f MB in %d files", args.out, size / 1e6, len(list(args.out.iterdir())))
 

@@ -90,6 +90,7 @@ class Launched:
         request_ids, params: ids and parameters of the requests in ``decided``.
         decided: copies on the host, complete when ``stopwatch`` has reached its end; None if the step decides nothing.
         prompt_logprobs: request id -> [num_targets] copies on the host.
+        prompt_top: request id -> [num_targets, top_logprobs] host copies of the most likely ids and their log-probabilities.
         confidences: [num_drafting, num_drafts] copy on the host, or None.
         draft_ids: [num_drafting, num_drafts] int64 copy on the host of the new drafts; None unless a grammar needs them.
         failures: request id -> why the request cannot follow its grammar.
@@ -103,6 +104,7 @@ class Launched:
     params: Sequence[SamplingParams]
     decided: Decided | None
     prompt_logprobs: Mapping[str, Tensor]
+    prompt_top: Mapping[str, tuple[Tensor, Tensor]]
     confidences: Tensor | None
     drafting_ids: Sequence[str]
     stopwatch: Stopwatch
@@ -171,6 +173,10 @@ class Launched:
         return StepResult(
             sampled=sampled,
             prompt_logprobs={name: tuple(values.tolist()) for name, values in self.prompt_logprobs.items()},
+            prompt_top={
+                name: [(tuple(some), tuple(best)) for some, best in zip(ids.tolist(), values.tolist(), strict=True)]
+                for name, (ids, values) in self.prompt_top.items()
+            },
             confidences=empty if self.confidences is None else self.confidences.numpy(),
             duration_ms=duration_ms,
             num_padding_rows=self.num_padding_rows,

@@ -31,7 +31,7 @@ from deepinfer.model.flash import Flash
 from deepinfer.model.inputs import ReplayMode, StepNumbers
 from deepinfer.model.vision import VisionTower
 from deepinfer.ops.arithmetic import ROW_TILE, to_device
-from deepinfer.ops.sampling import WORKSPACE_BYTES, RoundRows, row_bytes
+from deepinfer.ops.sampling import WORKSPACE_BYTES, RoundRows, row_bytes, top_logprobs
 from deepinfer.request import SamplingParams
 from deepinfer.step import PLACEHOLDER, StepPlan
 
@@ -287,7 +287,7 @@ class Worker:
         Values that the host computes while the forward pass runs may be used here.
         """
         plan, names = step.plan, step.sampling_ids
-        prompt_logprobs, hidden = self._prompt_logprobs(plan, ran.hidden)
+        prompt_logprobs, prompt_top, hidden = self._prompt_logprobs(plan, ran.hidden)
         params = [self._unfinished[name].params for name in names]
         decided = None
         if names:
@@ -304,6 +304,7 @@ class Worker:
             params=params,
             decided=on_host(decided, len(names)) if decided is not None else None,
             prompt_logprobs={name: to_host(values) for name, values in prompt_logprobs.items()},
+            prompt_top={name: (to_host(ids), to_host(values)) for name, (ids, values) in prompt_top.items()},
             confidences=to_host(confidences[: len(drafting)]) if confidences is not None else None,
             draft_ids=draft_ids,
             failures={} if masks is None else masks.failures,
@@ -340,17 +341,35 @@ class Worker:
                     features[chunk.request_id] = known.features.covering(chunk.num_image_before, count)
         return features
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Log-probabilities of prompt tokens that requests asked for, and the remaining rows of ``hidden``."""
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]], Tensor]:
+        """What requests asked for about tokens of their prompts, and the remaining rows of ``hidden``.
+
+        Returns:
+            logprobs: request id -> [num_targets] log-probabilities of the chunk's target ids.
+            top: request id -> [num_targets, top_logprobs] most likely ids and their log-probabilities; if they are asked for.
+            hidden: [num_logits - num_targets, hidden] rows that decide tokens.
+        """
+        logprobs: dict[str, Tensor] = {}
+        top: dict[str, tuple[Tensor, Tensor]] = {}
         if not any(chunk.num_targets for chunk in plan.chunks):
-            return {}, hidden
-        found, left, first = {}, [], 0
+            return logprobs, top, hidden
+        left, first = [], 0
         for chunk in plan.chunks:
             after = first + chunk.num_targets
             if chunk.target_ids is not None and chunk.num_targets:
                 ids = to_device(torch.from_numpy(chunk.target_ids.astype(np.int64)), hidden.device)
-                parts = zip(hidden[first:after].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True)
-                found[chunk.request_id] = torch.cat([finite_logprobs(self.model.logits(rows), wanted) for rows, wanted in parts])
+                num_top = min(self._unfinished[chunk.request_id].params.top_logprobs, self.config.vocab_size)
+                found, best = [], []
+                for rows, wanted in zip(hidden[first:after].split(_LOGIT_ROWS), ids.split(_LOGIT_ROWS), strict=True):
+                    logits = self.model.logits(rows)
+                    found.append(finite_logprobs(logits, wanted))
+                    if num_top:
+                        best.append(top_logprobs(logits, num_top))
+                logprobs[chunk.request_id] = torch.cat(found)
+                if num_top:
+                    top[chunk.request_id] = torch.cat([each for each, _ in best]), torch.cat([each for _, each in best])
             first += chunk.num_logits
             left.append(hidden[after:first])
-        return found, torch.cat([*left, hidden[first:]])
+        return logprobs, top, torch.cat([*left, hidden[first:]])

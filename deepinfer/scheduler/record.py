@@ -25,7 +25,7 @@ def record(
         max_num_batched_tokens: token budget of the engine.
         message: why the request ends, if its grammar ends it.
     """
-    token_id = logprob = confidence = prompt_logprobs = None
+    token_id = logprob = confidence = prompt_logprobs = prompt_top_ids = prompt_top_logprobs = None
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     num_drafts = num_accepted = 0
@@ -38,6 +38,8 @@ def record(
             num_drafts, num_accepted = sampled.num_drafts, len(sampled.token_ids) - 1
         if state.num_output_tokens == 1 and state.request.params.prompt_logprobs:
             prompt_logprobs = tuple(state.prompt_logprobs)
+            if state.request.params.top_logprobs:
+                prompt_top_ids, prompt_top_logprobs = zip(*state.prompt_top, strict=True)
     return RequestOutput(
         request_id=state.request.request_id,
         prompt_len=state.num_prompt_tokens,
@@ -51,6 +53,8 @@ def record(
         top_token_ids=top_token_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_top_token_ids=prompt_top_ids,
+        prompt_top_logprobs=prompt_top_logprobs,
         draft_tok=num_drafts,
         accept_tok=num_accepted,
         confidence_score=confidence,

@@ -73,6 +73,7 @@ class RequestState:
         resend_position: page boundary at which the same prompt, sent again, finds a state; 0 for none.
         saving: where the rounds in flight save state, or None.
         prompt_logprobs: log-probabilities of the first tokens of the prompt, if the request asked for them.
+        prompt_top: for each of these tokens, the most likely tokens and their log-probabilities, if the request asked for them.
         window_floor, write_floor: see :class:`~deepinfer.step.Chunk`.
 
     For records:
@@ -107,6 +108,7 @@ class RequestState:
         "num_written_tokens",
         "parent",
         "prompt_logprobs",
+        "prompt_top",
         "request",
         "resend_position",
         "saving",
@@ -188,6 +190,7 @@ class RequestState:
         self.num_prefill_tokens = self.num_room_tokens = self.num_published_tokens = self.num_written_tokens = 0
         self.saving: Saving | None = None
         self.prompt_logprobs: list[float | None] = [None]
+        self.prompt_top: list[tuple[tuple[int, ...], tuple[float, ...]]] = [((), ())]
         self.stops: tuple[int, ...] = ()
         self.resend_position = 0
         self.window_floor = self.write_floor = 0

@@ -438,6 +438,7 @@ class Scheduler:
         if entry.end:
             state.num_computed_tokens = entry.end
             state.prompt_logprobs += result.prompt_logprobs.get(request_id, ())
+            state.prompt_top += result.prompt_top.get(request_id, ())
         if entry.samples:
             sampled = result.sampled[request_id]
             state.num_sampling -= 1

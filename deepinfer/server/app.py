@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -31,10 +32,13 @@ from deepinfer.errors import EngineError, RequestError, StepFailed, shown
 from deepinfer.metrics import exposition
 from deepinfer.request import as_text, as_whole_numbers
 from deepinfer.server.asked import Asked, Engine
-from deepinfer.server.chat import ChatReader, Encoder, Fetch, new_id
+from deepinfer.server.bodies import ChatBody, CompletionsBody, DetokenizeBody, MessagesBody, ResponsesBody, TokenizeBody
+from deepinfer.server.chat import ChatReader, Encoder, Fetch, check_model, new_id
 from deepinfer.server.completions import CompletionsReader
 from deepinfer.server.failures import Family, HttpError, as_http, error_body, error_headers
 from deepinfer.server.gate import Gate
+from deepinfer.server.openapi import openapi
+from deepinfer.server.protocol import as_switch, check_known
 from deepinfer.server.stream import Disconnected, Generation, send_whole
 from deepinfer.tokenizer import Tokenizer
 
@@ -43,8 +47,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _THREADS: Final = 2
 """Threads that convert bodies."""
-_OPEN_PATHS: Final = ("/", "/health", "/ready", "/live", "/version", "/metrics")
-"""Paths without a key: probes, metrics, and the page, which asks for the key itself."""
+_OPEN_PATHS: Final = ("/", "/health", "/ready", "/live", "/version", "/metrics", "/openapi.json")
+"""Paths without a key: probes, metrics, the description, and the page, which asks for the key itself."""
 _MAX_REQUEST_ID: Final = 128
 
 
@@ -131,8 +135,9 @@ class Door:
             if failure.status == 500 and not isinstance(error, EngineError):
                 logger.exception("request %s failed", request_id)
             if not status:
-                body = error_body(failure, family(scope), request_id)
-                await send_whole(tell, failure.status, error_headers(failure), body)
+                allowed = error.headers if isinstance(error, HTTPException) else None  # the methods of the path, with 405
+                headers = {**error_headers(failure), **(allowed or {})}
+                await send_whole(tell, failure.status, headers, error_body(failure, family(scope), request_id))
         took_ms = 1000 * (time.monotonic() - begin_s)
         logger.info("%s %s %d %.0f ms %s", scope["method"], scope["path"], status, took_ms, request_id)
 
@@ -174,14 +179,20 @@ def make_app(service: Service) -> Door:
     """The ASGI application of the API."""
     handlers = _Handlers(service)
     routes = [
-        *_posts(handlers.chat, "/v1/chat/completions", "/chat/completions"),
-        *_posts(handlers.complete, "/v1/completions", "/completions", "/beta/completions"),
-        *_posts(handlers.respond, "/v1/responses", "/responses"),
-        *_posts(handlers.count_response, "/v1/responses/input_tokens", "/responses/input_tokens"),
-        *_posts(handlers.message, "/v1/messages", "/anthropic/v1/messages"),
-        *_posts(handlers.count_message, "/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"),
-        *_posts(handlers.tokenize, "/tokenize"),
-        *_posts(handlers.detokenize, "/detokenize"),
+        *_posts(handlers.chat, ChatBody, "/v1/chat/completions", "/chat/completions"),
+        *_posts(handlers.complete, CompletionsBody, "/v1/completions", "/completions", "/beta/completions"),
+        *_posts(handlers.respond, ResponsesBody, "/v1/responses", "/responses"),
+        *_posts(handlers.count_response, ResponsesBody, "/v1/responses/input_tokens", "/responses/input_tokens", generates=False),
+        *_posts(handlers.message, MessagesBody, "/v1/messages", "/anthropic/v1/messages"),
+        *_posts(
+            handlers.count_message,
+            MessagesBody,
+            "/v1/messages/count_tokens",
+            "/anthropic/v1/messages/count_tokens",
+            generates=False,
+        ),
+        *_posts(handlers.tokenize, TokenizeBody, "/tokenize", generates=False),
+        *_posts(handlers.detokenize, DetokenizeBody, "/detokenize", generates=False),
         Route("/", handlers.page),
         Route("/health", handlers.health),
         Route("/ready", handlers.ready),
@@ -191,7 +202,15 @@ def make_app(service: Service) -> Door:
     ]
     for path in ("/v1/models", "/models", "/anthropic/v1/models"):
         routes += [Route(path, handlers.models), Route(path + "/{name:path}", handlers.model)]
-    return Door(Router(routes, redirect_slashes=False), service.args.api_keys)
+
+    async def describe(_request: Request) -> Response:
+        """This document."""
+        return Response(document, media_type="application/json")
+
+    routes.append(Route("/openapi.json", describe))
+    keys = service.args.api_keys
+    document = msgspec.json.encode(openapi(routes, service.args.served_model_names, _OPEN_PATHS, has_keys=bool(keys)))
+    return Door(Router(routes, redirect_slashes=False), keys)
 
 
 def make_admin(service: Service, token: str, drain: Callable[[], None]) -> Door:
@@ -204,22 +223,34 @@ def make_admin(service: Service, token: str, drain: Callable[[], None]) -> Door:
     return Door(Router([Route("/drain", start_drain, methods=["POST"])], redirect_slashes=False), (token,))
 
 
-def _posts(handler: Callable[[Scope, Receive, Send], Awaitable[None]], *paths: str) -> list[Route]:
-    return [Route(path, _Endpoint(handler), methods=["POST"]) for path in paths]
+def _posts(
+    handler: Callable[[Scope, Receive, Send], Awaitable[None]], body: type[Struct], *paths: str, generates: bool = True
+) -> list[Route]:
+    return [Route(path, _Endpoint(handler, body, generates=generates), methods=["POST"]) for path in paths]
 
 
 class _Endpoint:
-    """A handler that sends its answer itself; starlette takes objects as ASGI applications."""
+    """A handler that sends its answer itself; starlette takes objects as ASGI applications.
 
-    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    Attributes:
+        body: describes the JSON of requests.
+        generates: whether tokens are generated, and can be streamed.
+    """
+
+    def __init__(
+        self, handler: Callable[[Scope, Receive, Send], Awaitable[None]], body: type[Struct], *, generates: bool
+    ) -> None:
         self._handler = handler
+        self.body = body
+        self.generates = generates
+        self.__doc__ = handler.__doc__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._handler(scope, receive, send)
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 class _Handlers:
@@ -231,15 +262,19 @@ class _Handlers:
     # Generation.
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Chat Completions: answer a conversation."""
         await self._generate(scope, receive, send, lambda body: self._service.chat.read("chat", body))
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Responses: answer a conversation."""
         await self._generate(scope, receive, send, lambda body: self._service.chat.read("responses", body))
 
     async def message(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Messages: answer a conversation."""
         await self._generate(scope, receive, send, lambda body: self._service.chat.read("messages", body))
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Completions: continue one or several prompts."""
         await self._generate(scope, receive, send, self._service.completions.read)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]) -> None:
@@ -265,30 +300,37 @@ class _Handlers:
     # Other answers to bodies.
 
     async def count_message(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Number of tokens of the prompt of Messages."""
         count = await self._convert(scope, receive, lambda body: self._service.chat.count("messages", body))
         await _json({"input_tokens": count})(scope, receive, send)
 
     async def count_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Number of tokens of the prompt of Responses."""
         count = await self._convert(scope, receive, lambda body: self._service.chat.count("responses", body))
         await _json({"object": "response.input_tokens", "input_tokens": count})(scope, receive, send)
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ids of a text, or of the prompt of a conversation."""
         found = await self._convert(scope, receive, self._tokenize)
         await _json(found)(scope, receive, send)
 
     def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         service = self._service
+        check_known(TokenizeBody.__struct_fields__, body)
+        body = {"model": service.args.served_model_names[0]} | {name: each for name, each in body.items() if each is not None}
+        check_model(body, service.args.served_model_names)
+        has_begin = as_switch("add_special_tokens", body.pop("add_special_tokens", None), default=True)
         if "messages" in body:
-            body.setdefault("model", service.args.served_model_names[0])
             ids = list(service.chat.read("chat", body).prompts[0])
         else:
-            ids = service.completions.text_ids(as_text("prompt", body.get("prompt")))
-            if body.get("add_special_tokens") is False:
-                ids = ids[1:]
+            ids = service.completions.text_ids(as_text("prompt", body.get("prompt")))[0 if has_begin else 1 :]
         return {"tokens": ids, "count": len(ids), "max_model_len": service.engine.facts.max_model_len}
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The text of ids."""
+
         def convert(body: dict[str, Any]) -> dict[str, Any]:
+            check_known(DetokenizeBody.__struct_fields__, body)
             ids = as_whole_numbers("tokens", body.get("tokens"), things="token ids")
             return {"prompt": self._service.tokenizer.decode(ids)}
 
@@ -333,11 +375,13 @@ class _Handlers:
     # Facts.
 
     async def models(self, _request: Request) -> Response:
+        """All models."""
         listed = [self._model(name) for name in self._service.args.served_model_names]
         ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
         return _json({"object": "list", "data": listed, **ends})
 
     async def model(self, request: Request) -> Response:
+        """One model."""
         name = request.path_params["name"]
         if name not in self._service.args.served_model_names:
             known = ", ".join(self._service.args.served_model_names)
@@ -364,23 +408,27 @@ class _Handlers:
 
     async def ready(self, _request: Request) -> Response:
         """The server takes requests."""
-        is_ready = self._service.engine.is_alive and not self._service.gate.is_draining
-        return _json({"ready": is_ready}, 200 if is_ready else 503)
+        if not self._service.engine.is_alive or self._service.gate.is_draining:
+            raise HttpError(503, "the server takes no requests, because it shuts down; send them to another server")
+        return _json({"ready": True})
 
     async def live(self, _request: Request) -> Response:
         """The event loop runs."""
         return _json({"live": True})
 
     async def version(self, _request: Request) -> Response:
+        """The version of the server."""
         return _json({"version": __version__})
 
     async def metrics(self, _request: Request) -> Response:
+        """Counters and histograms in the text format of Prometheus."""
         stats = await self._service.engine.stats()
         name = self._service.args.served_model_names[0]
         text = exposition({"0": stats.metrics}) + exposition({"0": stats.metrics}, prefix="vllm:", model_name=name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, _request: Request) -> Response:
+        """A chat page for people."""
         text = files("deepinfer.server").joinpath("page.html").read_bytes()
         return Response(text, media_type="text/html; charset=utf-8")
 

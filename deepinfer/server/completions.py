@@ -1,7 +1,7 @@
 """Completions: prompts as text or ids, without a chat template.  Evaluation tools measure log-probabilities here.
 
 The text of an answer is that of :class:`deepinfer.tokenizer.TextStream`, so it equals ``LLM.generate``.  With ``echo`` and
-``logprobs`` the log-probabilities of the prompt come from the engine, which reports them for the prompt's own tokens only.
+``logprobs`` the engine also reports the log-probabilities of the prompt and the most likely tokens at each of its places.
 """
 
 from __future__ import annotations
@@ -156,10 +156,16 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """One answer that is being written."""
+    """One answer that is being written.
+
+    Attributes:
+        stream, finder: make the text of the answer's own tokens.
+        counted: decodes the tokens that have an entry of log-probabilities; ``num_chars`` is the length of its text.
+    """
 
     stream: TextStream
     finder: StopFinder
+    counted: TextStream
     num_chars: int = 0
     num_tokens: int = 0
     is_begun: bool = False
@@ -201,7 +207,10 @@ class CompletionsWriter:
         self._echo_from = echo_from
         self._only_prompt = only_prompt
         self._num_logprobs = num_logprobs
-        self._choices = [_Choice(stream=tokenizer.stream(), finder=StopFinder(stops)) for _ in range(n * len(prompts))]
+        self._choices = [
+            _Choice(stream=tokenizer.stream(), finder=StopFinder(stops), counted=tokenizer.stream())
+            for _ in range(n * len(prompts))
+        ]
         self._num_cached = 0
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
 
@@ -261,20 +270,38 @@ class CompletionsWriter:
         ids = self._prompts[prompt_idx][self._echo_from :]
         logprobs: list[dict[str, Any]] = []
         if record.prompt_logprobs is not None:
-            for token_id, logprob in zip(ids, record.prompt_logprobs[self._echo_from :], strict=True):
-                logprobs.append(self._entry(choice, token_id, logprob, {} if logprob is None else {token_id: logprob}))
+            empty = ((),) * record.prompt_len
+            top_ids, top_logprobs = record.prompt_top_token_ids or empty, record.prompt_top_logprobs or empty
+            columns = zip(
+                ids, *(each[self._echo_from :] for each in (record.prompt_logprobs, top_ids, top_logprobs)), strict=True
+            )
+            for token_id, logprob, *top in columns:
+                logprobs.append(self._entry(choice, token_id, logprob, dict(zip(*top, strict=True))))
         return self._tokenizer.decode(ids), logprobs
 
     def _entry(self, choice: _Choice, token_id: int, logprob: float | None, top: Mapping[int, float]) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id])
+        """What is told of one token.
+
+        The token has one number in both places: evaluation tools compare them exactly, and a kernel may round them differently.
+        """
         entry = {
-            "token": text,
+            "token": self._spelling(token_id),
             "logprob": logprob,
-            "top": {self._tokenizer.decode([each]): value for each, value in top.items()} if logprob is not None else None,
+            "top": {self._spelling(each): logprob if each == token_id else value for each, value in top.items()}
+            if logprob is not None
+            else None,
             "offset": choice.num_chars,
         }
-        choice.num_chars += len(text)
+        choice.num_chars += len(choice.counted.push(token_id))
         return entry
+
+    def _spelling(self, token_id: int) -> str:
+        """The text of a token.  A part of a character is spelled by its bytes, as OpenAI does it, so that parts differ."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _logprobs(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         if self._num_logprobs is None:

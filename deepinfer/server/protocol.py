@@ -8,47 +8,29 @@ Source: the signatures of the packages ``openai`` and ``anthropic``, and the fie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final, Literal
 
 from deepinfer.errors import RequestError, shown
 from deepinfer.request import SamplingParams, as_flag, as_whole_number, is_list
+from deepinfer.server.bodies import Body, ChatBody, CompletionsBody, MessagesBody, ResponsesBody, Sampling
 from deepinfer.server.failures import HttpError
 
 Api = Literal["chat", "completions", "responses", "messages"]
 
-_SAMPLING: Final = frozenset(
-    {
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
-        "seed", "stop_token_ids", "ignore_eos", "min_tokens",
-    }
-)  # fmt: skip
+BODIES: Final[Mapping[Api, type[Body]]] = {
+    "chat": ChatBody,
+    "completions": CompletionsBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+}
+"""Protocol -> the fields of its bodies and their types."""
+HONOURED: Final[Mapping[Api, frozenset[str]]] = {api: frozenset(body.__struct_fields__) for api, body in BODIES.items()}
+"""Fields that have their effect."""
+_SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 """Fields that go into the sampling parameters; recipe does not see them."""
-_EXTENSIONS: Final = _SAMPLING | {"cache_salt"}
 
 _MAX_BIASES: Final = 1000
-
-HONOURED: Final[Mapping[Api, frozenset[str]]] = {
-    "chat": _EXTENSIONS
-    | {
-        "model", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "stream", "stream_options", "logprobs",
-        "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "thinking",
-        "thinking_token_budget", "chat_template_kwargs",
-    },
-    "completions": _EXTENSIONS
-    | {"model", "prompt", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs", "echo"},
-    "responses": _EXTENSIONS
-    | {
-        "model", "input", "instructions", "max_output_tokens", "stream", "reasoning", "text", "tools", "tool_choice",
-        "parallel_tool_calls", "top_logprobs", "thinking_token_budget",
-    },
-    "messages": _EXTENSIONS
-    | {
-        "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "thinking", "tools", "tool_choice",
-        "output_config", "output_format",
-    },
-}  # fmt: skip
-"""Fields that have their effect."""
 
 HARMLESS: Final[Mapping[Api, frozenset[str]]] = {
     "chat": frozenset(
@@ -92,17 +74,27 @@ REFUSED: Final[Mapping[Api, Mapping[str, tuple[object, ...]]]] = {
 """Fields without effect here -> values that ask for nothing; None always asks for nothing."""
 
 
+def check_known(names: Container[str], body: Mapping[str, Any]) -> None:
+    """Refuse a body with a field that is not in ``names``.
+
+    Raises:
+        HttpError: 400 that names the first such field.
+    """
+    for name in body:
+        if name not in names:
+            raise HttpError(400, f"the field {shown(name)} is unknown here; leave it out", param=name, code="unknown_parameter")
+
+
 def check_fields(api: Api, body: Mapping[str, Any]) -> None:
     """Refuse a body with a field that has no effect here.
 
     Raises:
         HttpError: 400 that names the first such field.
     """
+    check_known(HONOURED[api] | HARMLESS[api] | REFUSED[api].keys(), body)
     for name, value in body.items():
-        if name in HONOURED[api] or name in HARMLESS[api]:
-            continue
         if name not in REFUSED[api]:
-            raise HttpError(400, f"the field {shown(name)} is unknown here; leave it out", param=name, code="unknown_parameter")
+            continue
         if value is not None and value not in REFUSED[api][name]:
             raise HttpError(
                 400, f"{name}={shown(value)} is not supported by this server; leave it out", param=name, code="unsupported_value"

@@ -158,6 +158,8 @@ def test_every_field_of_a_record_crosses_the_border():
         top_token_ids=(7, 8),
         top_logprobs=(-0.5, -1.0),
         prompt_logprobs=(None, -2.5, -0.25),
+        prompt_top_token_ids=((), (7, 8), (9, 7)),
+        prompt_top_logprobs=((), (-0.5, -2.5), (-0.25, -1.5)),
         draft_tok=5,
         accept_tok=3,
         confidence_score=0.75,

@@ -93,7 +93,7 @@ def test_top_logprobs_start_with_the_greedy_token(llm):
 
 
 def network_logprobs(llm, ids):
-    """Log-probabilities of all tokens of a prompt except the first, from one forward pass of the network."""
+    """[num_tokens - 1, vocab] log-probabilities after each token of a prompt but the last, from one pass of the network."""
     worker = llm._core.executor.worker
     num_pages = worker.layout.pages_for(len(ids))
     chunk = Chunk(
@@ -111,9 +111,14 @@ def network_logprobs(llm, ids):
         inputs = StepInputs.build(StepPlan(chunks=(chunk,)), config=worker.config, layout=worker.layout, device=device)
         with torch.inference_mode():
             logits = worker.model.forward(inputs, cache)
-        return torch.log_softmax(logits.double(), dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+        return torch.log_softmax(logits.double(), dim=-1)[:-1]
 
     return llm._core.executor.call(run)
+
+
+def network_prompt_logprobs(llm, ids):
+    """Log-probabilities of all tokens of a prompt except the first."""
+    return network_logprobs(llm, ids)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
 
 
 def test_prompt_logprobs_are_the_networks_however_the_prompt_is_computed(llm):
@@ -130,9 +135,9 @@ def test_prompt_logprobs_are_the_networks_however_the_prompt_is_computed(llm):
     got, rest = first_and_rest(llm, short, prompt_logprobs=True, n=2, count=2)
     assert rest == [None] * 3, "the first answer's first record alone reports on the prompt"
     assert got[0] is None
-    assert got[1:] == pytest.approx(network_logprobs(llm, short), abs=1e-5)
+    assert got[1:] == pytest.approx(network_prompt_logprobs(llm, short), abs=1e-5)
     cold, _ = first_and_rest(llm, long, prompt_logprobs=True)
-    assert cold[1:] == pytest.approx(network_logprobs(llm, long), abs=1e-5)
+    assert cold[1:] == pytest.approx(network_prompt_logprobs(llm, long), abs=1e-5)
     assert len(cold) == len(long)
     assert first_and_rest(llm, long) == (None, [None])
     warm, _ = first_and_rest(llm, long, prompt_logprobs=True)
@@ -140,6 +145,25 @@ def test_prompt_logprobs_are_the_networks_however_the_prompt_is_computed(llm):
     small = LLM("random", device="cpu", progress=False, max_num_seqs=2, max_model_len=256, max_num_batched_tokens=48)
     assert small.generate_records(prompt_token_ids=[long], sampling_params=params, use_tqdm=False)[0][0].prompt_logprobs == cold
     small.close()
+
+
+def test_the_most_likely_tokens_of_a_prompt_are_the_networks_however_the_prompt_is_computed(llm):
+    ids = [0, *range(20, 220)]
+    expected = network_logprobs(llm, ids).sort(dim=-1, descending=True, stable=True)
+    options = {"max_model_len": 256, "max_num_batched_tokens": 48, "tokens_per_block": 16}
+    small = LLM("random", device="cpu", progress=False, max_num_seqs=2, **options)
+    found = []
+    for engine, num_top in ((llm, 3), (llm, 3), (small, 3), (llm, 1)):
+        params = greedy(max_tokens=1, prompt_logprobs=True, top_logprobs=num_top)
+        (records,) = engine.generate_records(prompt_token_ids=[ids], sampling_params=params, use_tqdm=False)
+        found.append((records[0].prompt_top_token_ids, records[0].prompt_top_logprobs))
+        assert found[-1][0][0] == found[-1][1][0] == ()
+        assert np.array(found[-1][0][1:]).tolist() == expected.indices[:, :num_top].tolist()
+        np.testing.assert_allclose(found[-1][1][1:], expected.values[:, :num_top], atol=1e-5)
+    small.close()
+    assert found[0] == found[1] == found[2]
+    plain = llm.generate_records(prompt_token_ids=[ids], sampling_params=greedy(prompt_logprobs=True), use_tqdm=False)[0][0]
+    assert plain.prompt_top_token_ids is plain.prompt_top_logprobs is None
 
 
 def test_end_token_stops_unless_ignored_or_held_back(llm):

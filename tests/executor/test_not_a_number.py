@@ -36,6 +36,7 @@ def launched(decided, names, params, *, prompt_logprobs=None, confidences=None):
         params=params,
         decided=None if decided is None else on_host(decided, len(names)),
         prompt_logprobs=prompt_logprobs or {},
+        prompt_top={},
         confidences=confidences,
         drafting_ids=names if confidences is not None else [],
         stopwatch=SimpleNamespace(wait_ms=lambda: 1.0),

@@ -116,7 +116,8 @@ class MemoryWorker:
             for chunk in plan.chunks
             if chunk.target_ids is not None
         }
-        return StepResult(sampled=sampled, prompt_logprobs=targets, confidences=confidences, duration_ms=1.0)
+        top = {name: [((-int(each),), (each,)) for each in values] for name, values in targets.items()}
+        return StepResult(sampled=sampled, prompt_logprobs=targets, prompt_top=top, confidences=confidences, duration_ms=1.0)
 
     def _rounds(self, plan):
         """Position, verified drafts and accepted drafts of each round."""

@@ -94,7 +94,7 @@ class History:
         """Optional parameters of some requests that concern planning; a bounded decoder half has no logits of prompts."""
         rng, has_logits = self.rng, not self.world.limits.decoder_keep_tokens
         penalty = {"presence_penalty": 0.5} if rng.random() < 0.2 else {}
-        return penalty | ({"prompt_logprobs": True} if has_logits and rng.random() < 0.1 else {})
+        return penalty | ({"prompt_logprobs": True, "top_logprobs": 1} if has_logits and rng.random() < 0.1 else {})
 
     def fork(self):
         world, rng = self.world, self.rng

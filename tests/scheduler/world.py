@@ -103,6 +103,13 @@ class World:
             return None
         return (None, *(-float(token_id) for token_id in request.prompt_token_ids[1:]))
 
+    def prompt_top_ids(self, name):
+        """The worker's most likely tokens of a prompt, if the request asked: always the prompt's own tokens."""
+        request = self.requests[name]
+        if not (request.params.prompt_logprobs and request.params.top_logprobs):
+            return None
+        return ((), *((token_id,) for token_id in request.prompt_token_ids[1:]))
+
     def check(self):
         self.scheduler.check()
         self.kv.check()
@@ -248,6 +255,7 @@ class World:
             if not self.limits.decoder_keep_tokens:
                 is_first = output.token_id is not None and len(told) == 1
                 assert output.prompt_logprobs == (self.prompt_logprobs(name) if is_first else None)
+                assert output.prompt_top_token_ids == (self.prompt_top_ids(name) if is_first else None)
             assert output.num_cached_tokens == self.cached.setdefault(name, output.num_cached_tokens), "first admission counts"
             assert output.finished == (output.finish_reason is not None)
             if output.finished:

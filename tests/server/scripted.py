@@ -130,9 +130,22 @@ class ScriptedEngine:
             token_logprobs=-0.5,
             top_token_ids=tuple(range(97, 97 + self.asked[-1].params.top_logprobs)),
             top_logprobs=(-0.5,) * self.asked[-1].params.top_logprobs,
+            **self._of_prompt(prompt) if number == 1 and not sample_idx and self.asked[-1].params.prompt_logprobs else {},
             sample_idx=sample_idx,
             message="the scripted grammar" if reason == FinishReason.GRAMMAR_ERROR else None,
         )
+
+    def _of_prompt(self, prompt):
+        """Log-probabilities -1, -2, …; the most likely tokens are the prompt's own token and the next ids."""
+        num_top = self.asked[-1].params.top_logprobs
+        found = {"prompt_logprobs": (None, *(-float(place) for place in range(1, len(prompt))))}
+        if num_top:
+            found["prompt_top_token_ids"] = ((), *(tuple(range(each, each + num_top)) for each in map(int, prompt[1:])))
+            found["prompt_top_logprobs"] = (
+                (),
+                *(tuple(-float(place + more) for more in range(num_top)) for place in range(1, len(prompt))),
+            )
+        return found
 
     async def stats(self):
         return EngineStats(scheduler=None, metrics=Metrics().snapshot())

@@ -66,6 +66,15 @@ def test_echo_with_log_probabilities(client, server):
     answer = client.completions.create(model="nano", prompt=[0, 100, 101], echo=True, logprobs=2, max_tokens=1)
     assert server.engine.asked[-1].params.prompt_logprobs
     assert answer.choices[0].text == "<｜begin▁of▁sentence｜>abc"
+    of_prompt = answer.choices[0].logprobs
+    assert of_prompt.tokens == ["<｜begin▁of▁sentence｜>", "a", "b", "c"]
+    assert of_prompt.token_logprobs == [None, -1, -2, -0.5]
+    assert of_prompt.top_logprobs[:3] == [None, {"a": -1, "b": -2}, {"b": -2, "c": -3}]
+    assert of_prompt.text_offset == [0, 21, 22, 23]
+    scored = client.completions.create(**ASK, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert (scored.text, scored.logprobs.top_logprobs) == ("ab", [{"a": -1}, {"b": -2}])
+    unscored = client.completions.create(**ASK, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert (unscored.logprobs.token_logprobs, unscored.logprobs.top_logprobs) == ([-1, -2], [{}, {}])
     chosen = client.completions.create(**ASK, logprobs=0).choices[0].logprobs
     assert chosen.tokens == ["c", "d", "<｜end▁of▁sentence｜>"]
     assert chosen.top_logprobs == [{}, {}, {}]
@@ -73,6 +82,14 @@ def test_echo_with_log_probabilities(client, server):
     bare = client.completions.create(**ASK, echo=True, max_tokens=0)
     assert bare.choices[0].text == "ab"
     assert bare.usage.completion_tokens == 0
+
+
+def test_parts_of_a_character_are_spelled_by_their_bytes(client, server):
+    server.engine.say("é")
+    logprobs = client.completions.create(model="nano", prompt="ïb", echo=True, logprobs=1, max_tokens=9).choices[0].logprobs
+    assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xaf", "b", "bytes:\\xc3", "bytes:\\xa9", "<｜end▁of▁sentence｜>"]
+    assert logprobs.text_offset == [0, 0, 1, 2, 2, 3]
+    assert logprobs.top_logprobs[1] == {"bytes:\\xaf": -2}
 
 
 @pytest.mark.parametrize(

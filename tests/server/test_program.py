@@ -61,6 +61,28 @@ def test_http_equals_the_llm_for_equal_seeds(client):
     assert [choice.text for choice in whole.choices] == list(texts)
 
 
+def test_an_evaluation_sees_whether_a_text_is_the_most_likely_one(client):
+    """As lm-eval asks: a token is the most likely one if its log-probability equals the greatest of its top list."""
+    prompt = [0, 70, 80, 90]
+    fields = {"model": "random", "temperature": 0, "max_tokens": 1, "seed": 1234}
+    likely = client.completions.create(**fields | {"max_tokens": 8}, prompt=prompt, logprobs=1, extra_body={"ignore_eos": True})
+    ending = [next(iter(each)) for each in likely.choices[0].logprobs.top_logprobs]
+    ids = [3 + (ord(each) if len(each) == 1 else int(each[-2:], 16)) for each in ending]  # the ids of bytes begin at 3
+
+    def scored(ids):
+        (choice,) = client.completions.create(**fields, prompt=ids, echo=True, logprobs=1).choices
+        pairs = zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True)
+        return choice.logprobs, [logprob == max(top.values()) for logprob, top in pairs if top]
+
+    logprobs, is_likely = scored(prompt + ids)
+    assert all(is_likely[len(prompt) - 1 : -1])
+    assert logprobs.token_logprobs[len(prompt) : -1] == pytest.approx(likely.choices[0].logprobs.token_logprobs, abs=1e-4)
+    changed = [*prompt, *ids[:3], (ids[3] - 2) % 256 + 3, *ids[4:]]
+    _, is_likely = scored(changed)
+    assert all(is_likely[len(prompt) - 1 : len(prompt) + 2])
+    assert not is_likely[len(prompt) + 2]
+
+
 def test_a_chat_repeats_with_its_seed_and_finds_its_prefix(client):
     fields = ASK | {"max_tokens": 12, "seed": 5}
     long = fields | {"messages": [{"role": "user", "content": "many words " * 40}]}

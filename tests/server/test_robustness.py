@@ -87,6 +87,7 @@ def test_unknown_paths_and_methods_have_json_errors(guarded):
         answer = guarded.get(path)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
+    assert answer.headers["allow"] == "POST"
     named = guarded.get("/nowhere", headers={"anthropic-version": "2023-06-01"}).json()
     assert named["type"] == "error"
 
@@ -214,6 +215,21 @@ def test_tokens_and_texts(server):
     assert chat["count"] == httpx.post(f"{server.url}{PATH}", json=ASK).json()["usage"]["prompt_tokens"]
     assert httpx.post(f"{server.url}/detokenize", json={"tokens": [100, 101]}).json() == {"prompt": "ab"}
     assert httpx.post(f"{server.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
+    bare = httpx.post(f"{server.url}/tokenize", json={"prompt": "ab", "add_special_tokens": False, "model": None}).json()
+    assert bare["tokens"] == [100, 101]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert (
+        httpx.post(f"{server.url}/tokenize", json={"messages": ASK["messages"]} | {"tools": tools}).json()["count"]
+        > chat["count"]
+    )
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": ASK["messages"]}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        refused = httpx.post(f"{server.url}{path}", json=body | {"unknown": 1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "unknown")
+    assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a", "model": "x"}).status_code == 404
 
 
 def test_a_draining_server_refuses_and_says_so(server):

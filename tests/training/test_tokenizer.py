@@ -8,7 +8,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer.engine.loader import model_directory
 from deepinfer.tokenizer import BOS, EOS, IMAGE, PAD, Tokenizer
+from training.export import save_tokenizer
 from training.tokenizer import count_tokens, cut, published_source
 
 TEXTS = (
@@ -78,3 +80,10 @@ def test_special_tokens_have_their_places_and_flags(small):
 def test_a_corpus_that_is_too_small_is_an_error():
     with pytest.raises(ValueError, match="10240 was asked for"):
         cut(Counter({"Ġthe": 3}))
+
+
+def test_the_folder_of_nano_has_what_other_programs_read(tmp_path):
+    nano = model_directory("nano")
+    save_tokenizer(tmp_path, Tokenizer.from_dir(nano))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (nano / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8")
