@@ -71,6 +71,7 @@ class ScriptedEngine:
         self.chunk, self.pause_s, self.first_pause_s, self.fail_after = 3, 0.0, 0.0, None
         self.is_alive = True
         self.asked = []
+        self.later = []
         self.open = 0
         self.num_steps = 0
 
@@ -79,7 +80,13 @@ class ScriptedEngine:
         self.scripts = [ids_of(text) for text in texts]
         self.reason = reason
 
+    def say_in_turn(self, *texts):
+        """Each request is answered by the next text."""
+        self.later = list(texts)
+
     async def steps(self, request_id, prompt_token_ids, params, images=(), *, priority=0, salt=b""):
+        if self.later:
+            self.say(self.later.pop(0))
         self.asked.append(
             SimpleNamespace(
                 prompt=TOKENIZER.decode(prompt_token_ids),
