@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -49,7 +50,8 @@ def calls_of(*calls):
 class ScriptedEngine:
     """Replays ``script``, ``chunk`` tokens a step.
 
-    ``pause_s`` is the time before each step; ``fail_after`` steps the engine dies.  ``open`` counts open iterators.
+    ``pause_s`` is the time before each step; after ``fail_after`` steps the engine dies.  ``open`` counts open iterators.
+    ``drafts`` are the numbers of drafts that each step verifies and accepts.
     """
 
     def __init__(self):
@@ -69,6 +71,7 @@ class ScriptedEngine:
     def reset(self):
         self.say("hello")
         self.chunk, self.pause_s, self.first_pause_s, self.fail_after = 3, 0.0, 0.0, None
+        self.drafts = (0, 0)
         self.is_alive = True
         self.asked = []
         self.later = []
@@ -119,6 +122,9 @@ class ScriptedEngine:
                     if not is_cut and done < max(1, len(script)) <= done + self.chunk:
                         number = len(script) + 1
                         records.append(self._record(request_id, prompt_token_ids, sample_idx, END, number, self.reason))
+                if done:  # the prompt's step has no drafts
+                    verified, accepted = self.drafts
+                    records[0] = dataclasses.replace(records[0], draft_tok=verified, accept_tok=accepted)
                 done += self.chunk
                 yield records
         finally:
