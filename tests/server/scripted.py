@@ -65,6 +65,7 @@ class ScriptedEngine:
             pid=1,
             takes_images=True,
             sampling_defaults={"temperature": 1.0, "top_p": 0.95},
+            memory=ipc.Memory(device="cpu", weight_bytes=3 << 20, cache_bytes=5 << 30, num_cache_tokens=1 << 20),
         )
         self.reset()
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -41,6 +42,8 @@ def client(program):
 
 
 def test_the_banner_has_a_command_that_works(program):
+    assert re.search(r"memory +[0-9.]+ MiB of weights and [0-9.]+ [MG]iB of cache for [0-9,]+ tokens on cpu\n", program.banner)
+    assert "context of 16,384 tokens" in program.banner
     command = program.banner.partition("  try ")[2].strip()
     body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3}
     words = [*shlex.split(command)[:-1], json.dumps(body)]
