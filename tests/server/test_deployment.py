@@ -1,0 +1,56 @@
+"""The files for operators name only what exists: metrics of the board, options of the unit and of the image."""
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from deepinfer.cli import main
+from deepinfer.metrics import QUANTITIES, Metrics, registry
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def board_texts(value):
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key in ("expr", "query") and isinstance(each, str):
+                yield each
+            yield from board_texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from board_texts(each)
+
+
+def test_the_board_asks_for_metrics_that_the_server_has():
+    families = registry(lambda: {"0": Metrics().snapshot()}).collect()
+    known = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
+    board = json.loads((DOCKER / "grafana.json").read_text())
+    texts = [each for each in board_texts(board) if "deepinfer_" in each]
+    named = {name for text in texts for name in re.findall(r"deepinfer_\w+", text)}
+    assert len(named) > 15
+    assert sorted(named - known) == []
+    labels = {label for text in texts for label in re.findall(r"by \((\w+)\)", text)}
+    assert labels <= {"le"} | {quantity.label for quantity in QUANTITIES.values()}
+    assert all(text.count("(") == text.count(")") for text in texts)
+
+
+def test_panels_do_not_overlap():
+    board = json.loads((DOCKER / "grafana.json").read_text())
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "deepinfer.service", "prometheus.yml"])
+def test_files_name_options_that_exist(name):
+    serve = main.get_command(click.Context(main), "serve")
+    known = {option for param in serve.params for option in (*param.opts, *param.secondary_opts)}
+    text = (DOCKER / name).read_text()
+    commands = [line for line in text.splitlines() if "deepinfer" in line and "serve" in line and not line.startswith("#")]
+    used = {option for line in commands for option in re.findall(r"--[a-z-]+", line)}
+    assert used <= known
+    assert used or name == "prometheus.yml"
