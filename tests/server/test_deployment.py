@@ -8,9 +8,13 @@ import click
 import pytest
 
 from deepinfer.cli import main
+from deepinfer.config import ServerArgs
 from deepinfer.metrics import QUANTITIES, Metrics, registry
+from deepinfer.server.banner import banner
+from tests.server.scripted import ScriptedEngine
 
-DOCKER = Path(__file__).resolve().parents[2] / "docker"
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -54,3 +58,15 @@ def test_files_name_options_that_exist(name):
     used = {option for line in commands for option in re.findall(r"--[a-z-]+", line)}
     assert used <= known
     assert used or name == "prometheus.yml"
+
+
+def test_the_first_command_of_the_readme_ends_in_an_address_that_answers():
+    """The recipe is the program whose banner another test reads, and the lines in the README are that banner's."""
+    readme = (ROOT / "README.md").read_text()
+    assert readme.partition("```sh\n")[2].startswith("make serve ")
+    recipe = re.search(r"^serve:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe[1] == "@$(BIN)/deepinfer serve"
+    shown = readme.partition("```text\n")[2].partition("\n```")[0].splitlines()
+    told = banner(ServerArgs(served_model_names=("nano",)), ScriptedEngine().facts, 8000, "nano, 12 layers").splitlines()
+    differing = [line.split()[0] for line, expected in zip(shown, told, strict=True) if line != expected]
+    assert differing == ["model", "memory"]
