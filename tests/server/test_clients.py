@@ -1,6 +1,8 @@
 """Agents' libraries run as they are: the OpenAI Agents SDK and LangChain, against replayed answers."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -10,6 +12,7 @@ from tests.server.scripted import call_of, calls_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of these libraries are theirs
 
+SERVING = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 CALL = "I ask.</think>I look." + calls_of(call_of("get_weather", city="Rome"))
 END = "Now I know.</think>It is sunny."
 JSON = '</think>{"city": {"name": "Rome"}, "sky": "clear"}'
@@ -25,6 +28,19 @@ class Weather(BaseModel):
 
 
 EXPECTED = Weather(city=City(name="Rome"), sky="clear")
+
+
+SNIPPETS = re.findall(r"```python\n(.*?)```", SERVING.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_the_code_in_the_documentation_runs(server, capsys, number):
+    snippet = SNIPPETS[number]
+    for module in re.findall(r"^from (\w+)", snippet, re.MULTILINE):
+        pytest.importorskip(module, reason="it is in the extra `clients`")
+    server.engine.say_in_turn(*([CALL, END] if "get_weather" in snippet else [END]))
+    exec(snippet.replace("http://127.0.0.1:8000", server.url), {"__name__": "snippet"})
+    assert "It is sunny." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("protocol", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
