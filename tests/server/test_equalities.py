@@ -47,7 +47,7 @@ def records_of(llm, prompt, **params):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_completions_have_the_tokens_of_the_llm(client, llm, seed, temperature):
     prompt = [0, 70, 80, 90]
     ask = (

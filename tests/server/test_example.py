@@ -35,6 +35,7 @@ def test_the_example_asks_in_both_protocols(server):
     assert "Anthropic, answer: 68\n" in told
 
 
+@pytest.mark.slow  # the clients try again for two seconds
 def test_the_example_names_a_server_that_is_not_there():
     done = run("http://127.0.0.1:9")
     assert done.returncode == 2
