@@ -13,9 +13,11 @@ import pytest
 from tests.server.scripted import END, ids_of
 
 RECORDINGS = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "agents").glob("*.json"))}
-LEFT_OUT = {"codex": "web_search"}
-FORGETS_REASONING = ("agents_sdk", "langchain", "open_webui")
-"""Agents that send their history without the reasoning."""
+LEFT_OUT = {"codex": "web_search", "codex_schema": "web_search"}
+KEEPS_REASONING = ("claude_code", "codex")
+"""Agents that send their history with the reasoning; the others leave it out, or change the prompt between turns."""
+WITH_SCHEMA = ("claude_code_title", "codex_schema")
+"""Recordings whose first request asks for an answer that follows a schema."""
 
 
 def bodies_of(recording):
@@ -86,14 +88,14 @@ def test_a_recorded_conversation_is_answered(server, name, chunk):
         assert (reasoning, content) == parts_of(script)
         assert len(calls) == script.count("invoke name=")
         called += calls
-    assert called, "the conversation has a call"
+    assert called or name in WITH_SCHEMA
     last = server.engine.asked[-1].prompt
     for tool, arguments in called:
         assert f'invoke name="{tool}"' in last
         assert all(str(value) in last for value in arguments.values())
 
 
-@pytest.mark.parametrize("name", [each for each in RECORDINGS if each not in FORGETS_REASONING])
+@pytest.mark.parametrize("name", KEEPS_REASONING)
 def test_the_next_turn_of_an_agent_begins_with_the_turn_before(server, name):
     """A prefix cache then computes only what is new."""
     recording = RECORDINGS[name]
@@ -104,6 +106,15 @@ def test_the_next_turn_of_an_agent_begins_with_the_turn_before(server, name):
     for before, script, after in zip(turns, recording["answers"], turns[1:], strict=False):
         begun = [*before.ids, *ids_of(script), END]
         assert after.ids[: len(begun)] == begun
+
+
+@pytest.mark.parametrize("name", WITH_SCHEMA)
+def test_the_schema_of_an_agent_becomes_a_grammar(server, name):
+    recording = RECORDINGS[name]
+    assert httpx.post(server.url + recording["path"], json=next(bodies_of(recording))).status_code == 200
+    asked = server.engine.asked[-1]
+    assert asked.params.structured_output.schema_type == ("json" if name == "claude_code_title" else "lark")
+    assert "Response Format" in asked.prompt
 
 
 def test_claude_codes_changing_line_changes_no_prompt(server):
