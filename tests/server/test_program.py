@@ -45,7 +45,7 @@ def test_the_banner_has_a_command_that_works(program):
     assert re.search(r"memory +[0-9.]+ MiB of weights and [0-9.]+ [MG]iB of cache for [0-9,]+ tokens on cpu\n", program.banner)
     assert "context of 16,384 tokens" in program.banner
     command = program.banner.partition("  try ")[2].strip()
-    body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3}
+    body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3, "ignore_eos": True}
     words = [*shlex.split(command)[:-1], json.dumps(body)]
     done = subprocess.run([words[0], "-s", *words[1:]], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length"
