@@ -124,11 +124,6 @@ def test_values_are_raw_strings_or_json(name, valid, invalid, judge):
     assert judge(texts(invalid)) == [False] * len(invalid)
 
 
-def test_a_name_may_have_a_namespace():
-    text = tool_call_grammar([{"name": "team::close"}], dsml_id=7)
-    assert 'invoke name=\\"team::close\\"' in text
-
-
 def test_choices(judge):
     now, two = block(call("now")), block(call("now"), call("now"))
     assert judge([now, two, weather(), "hi"], choice="now") == [True, True, False, False]
@@ -200,3 +195,8 @@ def random_calls(made, vocabulary, rng, dsml_id):
         if made.state == "ended":
             return ids[:-1], True
     return ids, False
+
+
+def test_a_name_may_have_a_namespace():
+    text = tool_call_grammar([{"name": "team::close"}], dsml_id=7)
+    assert 'invoke name=\\"team::close\\"' in text

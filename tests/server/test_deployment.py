@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -70,3 +71,23 @@ def test_the_first_command_of_the_readme_ends_in_an_address_that_answers():
     told = banner(ServerArgs(served_model_names=("nano",)), ScriptedEngine().facts, 8000, "nano, 12 layers").splitlines()
     differing = [line.split()[0] for line, expected in zip(shown, told, strict=True) if line != expected]
     assert differing == ["model", "memory"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("box", "http://box:80"),
+    ],
+)
+def test_the_banner_names_an_address_that_this_machine_reaches_and_no_key(host, url):
+    args = ServerArgs(host=host, served_model_names=("it's",), api_keys=("secret",))
+    told = banner(args, ScriptedEngine().facts, 80, "nano")
+    assert "3.0 MiB of weights and 5.0 GiB of cache for 1,048,576 tokens on cpu" in told
+    assert told.count(url) == 5
+    assert "secret" not in told
+    words = shlex.split(told.rpartition("  try ")[2])
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "authorization: Bearer $API_KEY" in words

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shlex
 import socket
 import threading
 import time
@@ -10,10 +9,8 @@ import time
 import httpx
 import pytest
 
-from deepinfer.config import ServerArgs
 from deepinfer.errors import RequestError
 from deepinfer.server.app import make_admin
-from deepinfer.server.banner import banner
 from deepinfer.server.serve import fetch_image, is_global
 from tests.server.scripted import Server
 
@@ -261,26 +258,6 @@ def test_images_come_from_global_addresses_only(address, expected):
 def test_an_image_url_of_a_stranger_is_refused_although_urls_are_allowed():
     with pytest.raises(RequestError, match="cannot be fetched"):
         fetch_image("http://127.0.0.1:9/x.png")
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-        ("box", "http://box:80"),
-    ],
-)
-def test_the_banner_names_an_address_that_this_machine_reaches_and_no_key(server, host, url):
-    args = ServerArgs(host=host, served_model_names=("it's",), api_keys=("secret",))
-    told = banner(args, server.engine.facts, 80, "nano")
-    assert "3.0 MiB of weights and 5.0 GiB of cache for 1,048,576 tokens on cpu" in told
-    assert told.count(url) == 5
-    assert "secret" not in told
-    words = shlex.split(told.rpartition("  try ")[2])
-    assert json.loads(words[-1])["model"] == "it's"
-    assert "authorization: Bearer $API_KEY" in words
 
 
 def test_the_admin_application_drains_with_its_token_only(server):
