@@ -2,6 +2,8 @@
 
 deepinfer serve                                     # in another terminal: the small model nano, on this machine
 python examples/clients.py http://127.0.0.1:8000
+
+The clients are the packages openai and anthropic.
 """
 
 from __future__ import annotations
