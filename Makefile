@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format check test test-gpu bench demo
+.PHONY: help setup format check test test-gpu bench demo serve
 
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-gpu: $(READY)  ## run the tests marked gpu, with the first python that has 
 
 bench: $(READY)  ## measure steps of the engine
 	@$(BIN)/deepinfer bench steps
+
+serve: $(READY)  ## serve nano, the small model in the package, at http://127.0.0.1:8000
+	@$(BIN)/deepinfer serve
 
 demo: $(READY)  ## answer a question and continue a text with nano, the small model in the package
 	$(BIN)/deepinfer chat 'What is 23 + 45?' --temperature 0

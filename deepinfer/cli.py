@@ -7,18 +7,21 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem, get_completion_class
 
 from deepinfer import __version__
-from deepinfer.errors import EngineError, RequestError
+from deepinfer.errors import EngineError, RequestError, StepFailed
 
 if TYPE_CHECKING:
     from deepinfer.engine.llm import LLM  # loads torch
     from deepinfer.request import SamplingParams
+    from deepinfer.server.client import ChatServer
 
 _USUAL_CONTEXT = 131072
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -79,8 +82,30 @@ def _remark(sentence: str) -> None:
         _forget(2)
 
 
+def _print_completion(ctx: click.Context, _option: click.Parameter, shell: str | None) -> None:
+    """Print the script with which a shell completes commands and options; click writes it, and answers the shell later."""
+    if shell is not None:
+        kind = get_completion_class(shell)
+        assert kind is not None, "the option allows only shells that click knows"
+        click.echo(kind(ctx.command, {}, "deepinfer", "_DEEPINFER_COMPLETE").source())
+        ctx.exit()
+
+
+def _complete_model(_ctx: click.Context, _option: click.Parameter, begun: str) -> list[CompletionItem]:
+    """The models with a name, and directories."""
+    return [*(CompletionItem(each) for each in ("nano", "random") if each.startswith(begun)), CompletionItem(begun, type="dir")]
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="deepinfer")
+@click.option(
+    "--print-completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    is_eager=True,
+    expose_value=False,
+    callback=_print_completion,
+    help="Print a script with which this shell completes commands, and exit.",
+)
 def main() -> None:
     """Serve DeepSeek-V4.1-Flash on GPUs and CPUs."""
 
@@ -99,7 +124,13 @@ _num_drafts = click.option(
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
-            click.option("--model", default="nano", show_default=True, help="Checkpoint directory, nano or random."),
+            click.option(
+                "--model",
+                default="nano",
+                show_default=True,
+                shell_complete=_complete_model,
+                help="Checkpoint directory, nano or random.",
+            ),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option("--max-model-len", type=int, default=4096, show_default=True, help="Prompt plus output tokens."),
             click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Most requests that run at once."),
@@ -166,15 +197,20 @@ _SAMPLING = (
 """Options with the same name as their sampling parameter."""
 
 
-def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the sampling options from ``options`` and return them as sampling parameters."""
+def _biases(several: Sequence[str]) -> list[tuple[int, float]]:
     pairs = []
-    for given in options.pop("logit_bias"):
+    for given in several:
         token_id, _, value = given.partition(":")
         try:
             pairs.append((int(token_id), float(value)))
         except ValueError:
             raise RequestError(f"--logit-bias {given} is not of the form ID:VALUE; write for example 42:-5.5") from None
+    return pairs
+
+
+def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the sampling options from ``options`` and return them as sampling parameters."""
+    pairs = _biases(options.pop("logit_bias"))
     sampling: dict[str, Any] = {
         "logit_bias": pairs or None,
         "stop_token_ids": options.pop("stop_token_id"),
@@ -186,7 +222,7 @@ def _take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     if len(given) > 1:
         raise RequestError("--json-schema, --regex and --ebnf exclude each other; give one of them")
     for kind, text in given:
-        sampling["so_args"] = {"schema_type": kind, "schema": _read(Path(text[1:])) if text.startswith("@") else text}
+        sampling["so_args"] = {"schema_type": kind, "schema": _read_if_file(text)}
     seed = options.pop("seed")
     if seed is not None:
         sampling["seq_seed"] = seed
@@ -243,6 +279,11 @@ def _read(path: Path) -> str:
         raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
+def _read_if_file(text: str) -> str:
+    """The content of FILE for @FILE, and any other text itself."""
+    return _read(Path(text[1:])) if text.startswith("@") else text
+
+
 def _say_what_random_is(model: str) -> None:
     if model == "random":
         _remark("random is a small model with random weights: its text has no meaning.")
@@ -284,13 +325,18 @@ def _stream(llm: LLM, params: SamplingParams, prompt_ids: list[int]) -> str:
         elif output.finished:
             click.echo(f"--- answer {number + 1} of {params.n}, finished by {output.finish_reason}\n{texts[number]}")
     assert first is not None and now is not None, "a request gives at least one token"  # noqa: PT018
-    decoded = num_output - params.n
-    rate = f", then {decoded / (now - first):.1f} tokens/s" if decoded and now > first else ""
-    _remark(
-        f"[prompt {num_prompt} tokens in {first - start:.2f} s ({num_prompt / (first - start):.0f} tokens/s); "
-        f"output {num_output} tokens{rate}; finished by {', '.join(sorted(set(reasons)))}]"
-    )
+    _report(num_prompt, num_output, first - start, now - first, reasons)
     return texts[0]
+
+
+def _report(num_prompt: int, num_output: int, first_s: float, rest_s: float, reasons: list[str], more: str = "") -> None:
+    """Print the speed of an answer: ``first_s`` until its first token, ``rest_s`` until its last; one reason for each answer."""
+    decoded = num_output - len(reasons)
+    rate = f", then {decoded / rest_s:.1f} tokens/s" if decoded > 0 and rest_s > 0 else ""
+    _remark(
+        f"[prompt {num_prompt} tokens in {first_s:.2f} s ({num_prompt / first_s:.0f} tokens/s); "
+        f"output {num_output} tokens{rate}{more}; finished by {', '.join(sorted(set(reasons)))}]"
+    )
 
 
 @main.command()
@@ -303,10 +349,30 @@ def _stream(llm: LLM, params: SamplingParams, prompt_ids: list[int]) -> str:
     show_default=True,
     help="How long the model reasons before it answers.",
 )
+@click.option("--url", metavar="URL", help="Talk to the server at this address, and load no model.")
+@click.option("--api-key", metavar="KEY", help="Key of the server; @FILE reads a file.")
 @_sampling_options
 @_engine_options
-def chat(text: str | None, system: str, effort: str, **options: Any) -> None:  # noqa: ANN401
-    """Answer TEXT; without TEXT hold a conversation, one message a line, until the end of the input."""
+@click.pass_context
+def chat(
+    ctx: click.Context,
+    /,
+    text: str | None,
+    system: str,
+    effort: str,
+    url: str | None,
+    api_key: str | None,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Answer TEXT; without TEXT hold a conversation, one message a line, until the end of the input.
+
+    With --url, --model is a name that the server knows.  The server has its own values for sampling options that are not given.
+    """
+    if url is not None:
+        given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
+        return _chat_remotely(url, api_key, text, system, effort, given)
+    if api_key is not None:
+        raise RequestError("--api-key needs --url; give both, or neither")
     from deepinfer.engine.chat import EFFORTS, Message, encode, parse, render
     from deepinfer.engine.llm import LLM
     from deepinfer.request import SamplingParams
@@ -320,6 +386,52 @@ def chat(text: str | None, system: str, effort: str, **options: Any) -> None:  #
         messages.append(Message("user", line.rstrip("\n")))
         reply = _stream(llm, params, encode(llm.get_tokenizer(), render(messages, effort=number)))
         messages.append(Message("assistant", parse(reply, effort=number).content))
+
+
+def _chat_remotely(url: str, key: str | None, text: str | None, system: str, effort: str, given: dict[str, Any]) -> None:
+    """Hold the conversation with a server; ``given`` are the options on the command line."""
+    from deepinfer.server.client import ChatServer, request_fields
+
+    read = {name: _read_if_file(value) if name in ("json_schema", "regex") else value for name, value in given.items()}
+    if "logit_bias" in read:
+        read["logit_bias"] = dict(_biases(read["logit_bias"]))
+    fields = request_fields(read)
+    server = ChatServer(url, _read_if_file(key).strip() if key is not None else None)
+    body = {"model": fields.pop("model", None) or server.model(), "reasoning_effort": effort, **fields}
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    for line in [text] if text is not None else sys.stdin:
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        content = _stream_remotely(server, {**body, "messages": messages})
+        messages.append({"role": "assistant", "content": content})
+
+
+def _stream_remotely(server: ChatServer, body: dict[str, Any]) -> str:
+    """Print the answers of a server as they come, and their speed; returns the content of the first answer."""
+    num_answers = body.get("n", 1)
+    contents, reasons = [""] * num_answers, [""] * num_answers
+    texts = [""] * num_answers
+    start, first, now = time.perf_counter(), None, 0.0
+    for piece in server.answer(body):
+        now = time.perf_counter()
+        first = first or now
+        number = piece.number
+        gap = "\n\n" if piece.content and texts[number] and not contents[number] else ""  # between reasoning and content
+        added = piece.reasoning + gap + piece.content
+        texts[number] += added
+        contents[number] += piece.content
+        if num_answers == 1:
+            click.echo(added, nl=piece.finish_reason is not None)
+        elif piece.finish_reason is not None:
+            click.echo(f"--- answer {number + 1} of {num_answers}, finished by {piece.finish_reason}\n{texts[number]}")
+        reasons[number] = piece.finish_reason or reasons[number]
+    if first is None or not all(reasons):
+        raise StepFailed("the server ended the answer before its end; try again")
+    usage = server.usage
+    details = usage.get("completion_tokens_details") or {}
+    verified = details.get("verified_draft_tokens", 0)
+    drafts = f", {details['accepted_draft_tokens']} of {verified} drafts accepted" if verified else ""
+    _report(usage["prompt_tokens"], usage["completion_tokens"], first - start, now - first, reasons, drafts)
+    return contents[0]
 
 
 def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: dict[str, Any]) -> None:

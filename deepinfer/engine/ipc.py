@@ -14,6 +14,7 @@ process.  The core sends its last words on the lifeline, because a thread that f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +33,23 @@ ID_BYTES: Final = 4
 
 class Message(msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all messages; the tag of a subclass is the first element of its array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory that an engine has taken.
+
+    Attributes:
+        device: name of the device.
+        weight_bytes: bytes of the weights.
+        cache_bytes: bytes of all pages and slots.
+        num_cache_tokens: tokens that the pages hold.
+    """
+
+    device: str
+    weight_bytes: int
+    cache_bytes: int
+    num_cache_tokens: int
 
 
 # Messages of the client.
@@ -92,6 +110,7 @@ class Ready(Message, tag="ready", frozen=True):
         pid: process id of the core, which another program may have started.
         takes_images: whether the model has a vision tower.
         sampling_defaults: sampling parameters that the checkpoint recommends.
+        memory: what the model and its caches take.
     """
 
     max_model_len: int
@@ -103,6 +122,7 @@ class Ready(Message, tag="ready", frozen=True):
     pid: int
     takes_images: bool
     sampling_defaults: dict[str, float]
+    memory: Memory
 
 
 class Outputs(Message, tag="outputs", frozen=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepinfer.config import EngineArgs, ModelConfig, config_json, environment, folder, load_config, load_sampling_defaults
 from deepinfer.engine.builtin import NANO_DIRECTORY, random_directory
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.ipc import Memory
 from deepinfer.engine.step_times import CurveKey, load_curve, measure_curve, save_curve, step_sizes
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.executor.clock import StepClock
@@ -58,12 +59,14 @@ class Loaded:
     """A model that is ready to serve.
 
     Attributes:
+        memory: what the model and its caches take.
         sampling_defaults: sampling parameters that the checkpoint recommends.
     """
 
     config: ModelConfig
     tokenizer: Tokenizer
     core: EngineCore
+    memory: Memory
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -365,7 +368,15 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
             f"there is too little memory for model={args.model} and its caches; free some, raise the limit of this process "
             "(ulimit -v), or lower max_num_seqs and max_model_len"
         ) from error
-    return Loaded(config=config, tokenizer=tokenizer, core=core, sampling_defaults=load_sampling_defaults(model_dir))
+    worker = executor.worker
+    memory = Memory(
+        device=str(worker.model.device),
+        weight_bytes=rank_memory(config, 1).total,
+        cache_bytes=worker.num_pages * worker.layout.page_bytes + worker.num_slots * worker.layout.slot_bytes,
+        num_cache_tokens=(worker.num_pages - 1) * args.tokens_per_block,  # page 0 is for padding
+    )
+    defaults = load_sampling_defaults(model_dir)
+    return Loaded(config=config, tokenizer=tokenizer, core=core, memory=memory, sampling_defaults=defaults)
 
 
 def _is_lack_of_memory(error: MemoryError | RuntimeError) -> bool:

@@ -175,6 +175,7 @@ class CoreProcess:
         self._core = loaded.core
         self._config = loaded.config
         self._sampling_defaults = loaded.sampling_defaults
+        self._memory = loaded.memory
         self._args = args
         self._border = border
         self._watchdog = watchdog
@@ -209,6 +210,7 @@ class CoreProcess:
                 pid=os.getpid(),
                 takes_images=self._config.vision is not None,
                 sampling_defaults=dict(self._sampling_defaults),
+                memory=self._memory,
             )
         )
         while self._take():

@@ -105,8 +105,8 @@ def _function(given: Mapping[str, Any]) -> Mapping[str, Any]:
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"the tool {shown(given)} has no name; give a function with name and parameters")
-    if not re.fullmatch(r"[a-zA-Z0-9_.-]+", function["name"]):
-        raise RequestError(f"the tool name {shown(function['name'])} is not usable; use letters, digits, '_', '-' and '.'")
+    if not re.fullmatch(r"[a-zA-Z0-9_.:-]+", function["name"]):
+        raise RequestError(f"the tool name {shown(function['name'])} is not usable; use letters, digits, '_', '-', '.' and ':'")
     return function
 
 

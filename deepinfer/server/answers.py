@@ -26,6 +26,9 @@ class _Parsers:
     """The stream processors of one request, one for each answer.
 
     Invariant: an answer is in ``_open`` until its processor has finished or its last record has come.
+
+    Attributes:
+        num_verified, num_accepted: drafts of all rounds of all answers.
     """
 
     def __init__(self, processors: Sequence[recipe.StreamProcessor], *, has_stops: bool, eos_id: int, has_logprobs: bool) -> None:
@@ -35,6 +38,7 @@ class _Parsers:
         self._has_logprobs = has_logprobs
         self._open = set(range(len(processors)))
         self._is_begun = [False] * len(processors)
+        self.num_verified = self.num_accepted = 0
 
     @property
     def is_complete(self) -> bool:
@@ -43,6 +47,8 @@ class _Parsers:
 
     def push(self, records: Sequence[RequestOutput]) -> Iterator[tuple[int, Any]]:
         """The events of a step, each with the index of its answer."""
+        self.num_verified += sum(record.draft_tok for record in records)
+        self.num_accepted += sum(record.accept_tok for record in records)
         for sample_idx in dict.fromkeys(record.sample_idx for record in records):
             if sample_idx in self._open:
                 yield from (
@@ -138,7 +144,7 @@ class ChatWriter:
     def finish(self) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
         if self.is_stream:
-            last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _sum(self._usages)}
+            last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage(self._usages)}
             return (_data(last) if self._include_usage else b"") + b"data: [DONE]\n\n"
         answers = [_decode(each.to_json()) for each in self._wholes]
         for sample_idx, answer in enumerate(answers):
@@ -147,8 +153,15 @@ class ChatWriter:
                 call.pop("index", None)
         whole = answers[0]
         whole["choices"] = [answer["choices"][0] for answer in answers]
-        whole["usage"] = _sum([answer["usage"] for answer in answers])
+        whole["usage"] = self._usage([answer["usage"] for answer in answers])
         return _encode(whole)
+
+    def _usage(self, usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The usage of all answers; the details count drafts too, which the vendor does not report."""
+        total = _sum(usages)
+        drafts = {"verified_draft_tokens": self._parsers.num_verified, "accepted_draft_tokens": self._parsers.num_accepted}
+        total["completion_tokens_details"] = total.get("completion_tokens_details", {}) | drafts
+        return total
 
     def fail(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""

@@ -457,15 +457,3 @@ def _deadline(given: str | None) -> float:
     if not given.isdecimal() or not int(given[:12]) > 0:
         raise RequestError(f"x-deadline-ms={shown(given)} is not a positive number; give milliseconds")
     return int(given[:12]) / 1000
-
-
-def listening(names: Sequence[str], url: str, description: str) -> str:
-    """The lines that tell a person how to begin."""
-    body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    return (
-        f"deepinfer {__version__} serves {', '.join(names)} ({description})\n"
-        f"  page      {url}/\n"
-        f"  OpenAI    {url}/v1\n"
-        f"  Anthropic {url}\n"
-        f"  try       curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
-    )

@@ -570,6 +570,11 @@ def _take_responses(body: dict[str, Any], wanted: _Wanted) -> None:
         raise HttpError(
             400, f"tool_choice of type {shown(choice.get('type'))} is not supported; name a function", param="tool_choice"
         )
+    if isinstance(choice, Mapping) and isinstance(choice.get("namespace"), str):
+        choice = body["tool_choice"] = {
+            "type": "function",
+            "name": f"{choice['namespace']}::{choice.get('name')}",
+        }  # recipe's name
     _take_choice(wanted, choice)
     wanted.is_parallel = as_switch("parallel_tool_calls", body.pop("parallel_tool_calls", None), default=True)
 

@@ -6,6 +6,7 @@ request after some statuses; the header ``x-should-retry`` tells them not to rep
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -40,16 +41,25 @@ class HttpError(EngineError):
         param: the field that is wrong, or None.
         code: short name of the cause for programs, or None.
         retry_after_s: seconds after which the client may try again, or None.
+        details: what Anthropic's client reads to change the request, or None.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.details = details
 
 
 def as_http(error: Exception) -> HttpError:
@@ -73,7 +83,8 @@ def error_value(error: HttpError, family: Family, request_id: str) -> dict[str, 
     """The JSON value of an error."""
     openai, anthropic = _KINDS.get(error.status, _KINDS[500])
     if family == "anthropic":
-        return {"type": "error", "error": {"type": anthropic, "message": str(error)}, "request_id": request_id}
+        told = {"type": anthropic, "message": str(error)} | ({"details": error.details} if error.details is not None else {})
+        return {"type": "error", "error": told, "request_id": request_id}
     return {"error": {"message": str(error), "type": openai, "param": error.param, "code": error.code}}
 
 

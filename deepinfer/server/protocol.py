@@ -73,6 +73,9 @@ REFUSED: Final[Mapping[Api, Mapping[str, tuple[object, ...]]]] = {
 }  # fmt: skip
 """Fields without effect here -> values that ask for nothing; None always asks for nothing."""
 
+_NO_THREADS: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Anthropic's tool runner asks the server to keep the conversation; after this refusal it sends the whole conversation itself."""
+
 
 def check_known(names: Container[str], body: Mapping[str, Any]) -> None:
     """Refuse a body with a field that is not in ``names``.
@@ -97,7 +100,11 @@ def check_fields(api: Api, body: Mapping[str, Any]) -> None:
             continue
         if value is not None and value not in REFUSED[api][name]:
             raise HttpError(
-                400, f"{name}={shown(value)} is not supported by this server; leave it out", param=name, code="unsupported_value"
+                400,
+                f"{name}={shown(value)} is not supported by this server; leave it out",
+                param=name,
+                code="unsupported_value",
+                details=_NO_THREADS if name == "thread" else None,
             )
 
 

@@ -27,7 +27,8 @@ from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.engine.loader import model_directory
 from deepinfer.errors import ConfigError, RequestError, reason
 from deepinfer.grammar.tools import DSML
-from deepinfer.server.app import Door, Service, listening, make_admin, make_app, make_service
+from deepinfer.server.app import Door, Service, make_admin, make_app, make_service
+from deepinfer.server.banner import banner
 from deepinfer.server.chat import THINK_END
 from deepinfer.tokenizer import EOS, Tokenizer
 
@@ -104,8 +105,7 @@ class _Lifetime:
                     raise ConfigError(f"cannot listen on {args.host}:{args.port}; choose another port")
                 await asyncio.sleep(0.01)
             port = listeners[0].servers[0].sockets[0].getsockname()[1]
-            host = f"[{args.host}]" if ":" in args.host else args.host
-            sys.stdout.write(listening(args.served_model_names, f"http://{host}:{port}", self._description) + "\n")
+            sys.stdout.write(banner(args, self._client.facts, port, self._description) + "\n")
             sys.stdout.flush()
             code = await self._wait()
         finally:

@@ -7,6 +7,7 @@ import sys
 import time
 from types import MappingProxyType, SimpleNamespace
 
+from deepinfer.engine.ipc import Memory
 from deepinfer.engine.process import main
 from deepinfer.errors import ConfigError, ContextTooLong
 from deepinfer.request import FinishReason, RequestOutput
@@ -112,7 +113,8 @@ def load(args, *, progress):
     if args.model == "broken":
         raise ZeroDivisionError("the fake cannot load")
     config = SimpleNamespace(vocab_size=400, image_token_id=270, eos_token_id=1, vision=None)
-    return SimpleNamespace(config=config, tokenizer=None, core=FakeCore(args), sampling_defaults={})
+    memory = Memory(device="cpu", weight_bytes=0, cache_bytes=0, num_cache_tokens=0)
+    return SimpleNamespace(config=config, tokenizer=None, core=FakeCore(args), memory=memory, sampling_defaults={})
 
 
 if __name__ == "__main__":

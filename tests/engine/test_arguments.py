@@ -14,6 +14,7 @@ from PIL import Image
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.config import EngineArgs
+from deepinfer.engine.ipc import Memory
 from deepinfer.engine.llm_engine import LLMEngine
 from deepinfer.engine.loader import Loaded
 from deepinfer.engine.prompt import PromptReader
@@ -23,6 +24,7 @@ from deepinfer.tokenizer import IMAGE, byte_tokenizer
 from tests.engine.harness import build, request
 
 PLACEHOLDER = 270
+MEMORY = Memory(device="cpu", weight_bytes=0, cache_bytes=0, num_cache_tokens=0)
 STRUCTURED = SamplingParams(so_args={"schema_type": "regex", "schema": "("})
 
 
@@ -36,7 +38,7 @@ def llm():
 @pytest.fixture(scope="module")
 def engine(llm):
     """Another API with the same core; only one of the two is used at a time."""
-    return LLMEngine(llm.args, Loaded(config=llm.config, tokenizer=llm.get_tokenizer(), core=llm._core))
+    return LLMEngine(llm.args, Loaded(config=llm.config, tokenizer=llm.get_tokenizer(), core=llm._core, memory=MEMORY))
 
 
 def greedy(**given):

@@ -195,3 +195,8 @@ def random_calls(made, vocabulary, rng, dsml_id):
         if made.state == "ended":
             return ids[:-1], True
     return ids, False
+
+
+def test_a_name_may_have_a_namespace():
+    text = tool_call_grammar([{"name": "team::close"}], dsml_id=7)
+    assert 'invoke name=\\"team::close\\"' in text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ def ids_of(text):
     return ids
 
 
-def call_of(name, **arguments):
+def call_of(name, /, **arguments):
     """The text of one call."""
     lines = [
         f'<｜DSML｜ parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{value}</｜DSML｜ parameter>\n'
@@ -49,7 +50,8 @@ def calls_of(*calls):
 class ScriptedEngine:
     """Replays ``script``, ``chunk`` tokens a step.
 
-    ``pause_s`` is the time before each step; ``fail_after`` steps the engine dies.  ``open`` counts open iterators.
+    ``pause_s`` is the time before each step; after ``fail_after`` steps the engine dies.  ``open`` counts open iterators.
+    ``drafts`` are the numbers of drafts that each step verifies and accepts.
     """
 
     def __init__(self):
@@ -63,14 +65,17 @@ class ScriptedEngine:
             pid=1,
             takes_images=True,
             sampling_defaults={"temperature": 1.0, "top_p": 0.95},
+            memory=ipc.Memory(device="cpu", weight_bytes=3 << 20, cache_bytes=5 << 30, num_cache_tokens=1 << 20),
         )
         self.reset()
 
     def reset(self):
         self.say("hello")
         self.chunk, self.pause_s, self.first_pause_s, self.fail_after = 3, 0.0, 0.0, None
+        self.drafts = (0, 0)
         self.is_alive = True
         self.asked = []
+        self.later = []
         self.open = 0
         self.num_steps = 0
 
@@ -79,7 +84,13 @@ class ScriptedEngine:
         self.scripts = [ids_of(text) for text in texts]
         self.reason = reason
 
+    def say_in_turn(self, *texts):
+        """Each request is answered by the next text."""
+        self.later = list(texts)
+
     async def steps(self, request_id, prompt_token_ids, params, images=(), *, priority=0, salt=b""):
+        if self.later:
+            self.say(self.later.pop(0))
         self.asked.append(
             SimpleNamespace(
                 prompt=TOKENIZER.decode(prompt_token_ids),
@@ -112,6 +123,9 @@ class ScriptedEngine:
                     if not is_cut and done < max(1, len(script)) <= done + self.chunk:
                         number = len(script) + 1
                         records.append(self._record(request_id, prompt_token_ids, sample_idx, END, number, self.reason))
+                if done:  # the prompt's step has no drafts
+                    verified, accepted = self.drafts
+                    records[0] = dataclasses.replace(records[0], draft_tok=verified, accept_tok=accepted)
                 done += self.chunk
                 yield records
         finally:
@@ -158,8 +172,9 @@ async def _count_tasks():
 class Server:
     """The application on a free port, in a thread with its own event loop."""
 
-    def __init__(self, **settings):
+    def __init__(self, fetch=None, **settings):
         self.engine = ScriptedEngine()
+        self._fetch = fetch
         self.args = ServerArgs(port=0, **{"served_model_names": ("nano", "other")} | settings)
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -167,7 +182,7 @@ class Server:
         assert self._started.wait(20)
 
     async def _run(self):
-        self.service = make_service(self.engine, self.args, named_config("random"), TOKENIZER)
+        self.service = make_service(self.engine, self.args, named_config("random"), TOKENIZER, self._fetch)
         config = uvicorn.Config(make_app(self.service), port=0, lifespan="off", log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext

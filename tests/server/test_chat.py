@@ -82,6 +82,17 @@ def test_the_async_client_reads_the_same(server):
     assert asyncio.run(ask()) == ("b", "b")
 
 
+def test_usage_counts_the_drafts_of_all_answers(client, server):
+    server.engine.say("a</think>" + "x" * 20)
+    server.engine.chunk, server.engine.drafts = 4, (5, 3)
+    whole = client.chat.completions.create(**ASK).usage
+    rounds = server.engine.num_steps - 1
+    stream = client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
+    details = whole.completion_tokens_details
+    assert (details.verified_draft_tokens, details.accepted_draft_tokens) == (5 * rounds, 3 * rounds)
+    assert joined(stream)[3] == whole
+
+
 def test_a_stream_without_include_usage_has_no_usage(client):
     assert joined(client.chat.completions.create(**ASK, stream=True))[3] is None
 

@@ -3,17 +3,20 @@
 import base64
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import threading
 import time
+from typing import Literal
 
+import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
-from deepinfer import LLM, SamplingParams
 from tests.server.conftest import SERVE, Program
 from tests.server.test_chat import picture
 
@@ -39,26 +42,13 @@ def client(program):
 
 
 def test_the_banner_has_a_command_that_works(program):
+    assert re.search(r"memory +[0-9.]+ MiB of weights and [0-9.]+ [MG]iB of cache for [0-9,]+ tokens on cpu\n", program.banner)
+    assert "context of 16,384 tokens" in program.banner
     command = program.banner.partition("  try ")[2].strip()
-    body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3}
+    body = json.loads(shlex.split(command)[-1]) | {"max_tokens": 3, "ignore_eos": True}
     words = [*shlex.split(command)[:-1], json.dumps(body)]
     done = subprocess.run([words[0], "-s", *words[1:]], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length"
-
-
-def test_http_equals_the_llm_for_equal_seeds(client):
-    prompt, fields = [0, 70, 80, 90], {"max_tokens": 24, "temperature": 0.9, "top_p": 0.9}
-    whole = client.completions.create(model="random", prompt=prompt, seed=11, logprobs=0, n=2, **fields)
-    streamed = {0: "", 1: ""}
-    for chunk in client.completions.create(model="random", prompt=prompt, seed=11, n=2, stream=True, **fields):
-        for choice in chunk.choices:
-            streamed[choice.index] += choice.text
-    banned = tuple(each for each in range(272) if each in (0, 2) or (each >= 259 and each not in (264, 265)))
-    llm = LLM("random", device="cpu", max_model_len=256, max_num_seqs=2, num_drafts=2, banned_token_ids=banned)
-    texts = llm.generate(prompt_token_ids=[prompt], sampling_params=SamplingParams(seq_seed=11, n=2, **fields), use_tqdm=False)
-    llm.close()
-    assert [choice.text for choice in whole.choices] == list(streamed.values())
-    assert [choice.text for choice in whole.choices] == list(texts)
 
 
 def test_an_evaluation_sees_whether_a_text_is_the_most_likely_one(client):
@@ -111,6 +101,39 @@ def test_forced_calls_follow_their_schema(client, thinking, choice):
     arguments = json.loads(call.function.arguments)
     assert arguments["colour"] in ("red", "blue")
     assert 0 <= arguments["n"] <= 9
+
+
+class Wheel(BaseModel):
+    side: Literal["left", "right"]
+
+
+class Car(BaseModel):
+    colour: Literal["red", "blue"]
+    wheel: Wheel
+
+
+HELPERS = {
+    "chat": lambda c, _: c.chat.completions.parse(**ASK, response_format=Car, extra_body=SHORT).choices[0].message.parsed,
+    "messages": lambda _, c: c.messages.parse(**MESSAGE, output_format=Car).parsed_output,
+    "responses": lambda c, _: c.responses.parse(model="random", input="hi", text_format=Car, extra_body=SHORT).output_parsed,
+    "calls": lambda c, _: c.chat.completions.parse(
+        **ASK, tools=[openai.pydantic_function_tool(Car)], tool_choice="required", parallel_tool_calls=False, extra_body=SHORT
+    ).choices[0].message.tool_calls[0].function.parsed_arguments,
+    "tools": lambda _, c: Car.model_validate(c.messages.create(**MESSAGE, tools=[ORDER], tool_choice=ONE).content[-1].input),
+}  # fmt: skip
+SHORT = {"thinking_token_budget": 2, "seed": 3}
+MESSAGE = {"model": "random", "messages": HI, "max_tokens": 600, "thinking": {"type": "disabled"}, "extra_body": {"seed": 4}}
+ORDER = {"name": "order", "input_schema": Car.model_json_schema()}
+ONE = {"type": "any", "disable_parallel_tool_use": True}
+
+
+@pytest.mark.parametrize(
+    "helper", ["messages", *(pytest.param(each, marks=pytest.mark.slow) for each in HELPERS if each != "messages")]
+)
+def test_helpers_read_a_nested_model_from_a_network_that_knows_nothing(client, program, helper):
+    """The grammar alone makes the answer right."""
+    with anthropic.Anthropic(base_url=program.url, api_key="none", max_retries=0) as claude:
+        assert isinstance(HELPERS[helper](client, claude), Car)
 
 
 def test_formats_are_followed_after_the_budget_of_reasoning(client):
