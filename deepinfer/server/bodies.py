@@ -495,6 +495,8 @@ class TokenizeBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     messages: Turns | None = None
     tools: list[ChatTool] | None = None
+    reasoning_effort: Effort | Annotated[int, Meta(ge=1, le=100)] | None = None
+    thinking: Thinking | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):

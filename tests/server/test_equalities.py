@@ -46,6 +46,12 @@ def records_of(llm, prompt, **params):
     return [(each.token_id, each.token_logprobs) for each in answers[0]]
 
 
+def spelled(token_id):
+    """A token as Completions spells it: a part of a character by its bytes."""
+    data = TOKENIZER.token_bytes(token_id)
+    return TOKENIZER.decode([token_id]) if data.isascii() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_completions_have_the_tokens_of_the_llm(client, llm, seed, temperature):
@@ -63,7 +69,7 @@ def test_completions_have_the_tokens_of_the_llm(client, llm, seed, temperature):
             logprobs += choice.logprobs.token_logprobs
             text += choice.text
     records = records_of(llm, prompt, seq_seed=seed, max_tokens=NUM_TOKENS, temperature=temperature)
-    assert whole.logprobs.tokens == tokens == [TOKENIZER.decode([token_id]) for token_id, _ in records]
+    assert whole.logprobs.tokens == tokens == [spelled(token_id) for token_id, _ in records]
     assert whole.logprobs.token_logprobs == logprobs == [logprob for _, logprob in records]
     assert whole.text == text
 
