@@ -113,13 +113,13 @@ class Door:
         scope["app"] = self  # starlette's routes then raise an error for an unknown path or method
         begin_s, status = time.monotonic(), 0
 
-        async def tell(message: Any) -> None:  # noqa: ANN401  (an ASGI message)
+        def tell(message: Any) -> Awaitable[None]:  # noqa: ANN401  (an ASGI message)
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 told = request_id.encode("latin-1")
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", told), (b"request-id", told)]}
-            await send(message)
+            return send(message)
 
         try:
             scope["tenant"] = self._tenant(scope["path"], headers)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import re
 import socket
 import threading
 import time
@@ -33,8 +35,8 @@ def guarded(strict):
         yield made
 
 
-def wait_for(is_true):
-    deadline = time.monotonic() + 5
+def wait_for(is_true, seconds=5):
+    deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -169,25 +171,50 @@ def test_a_half_closed_connection_ends_its_request(server):
         wait_for(lambda: not server.engine.open)
 
 
-def test_a_slow_reader_delays_nobody(server):
-    """Other requests go on while one reader takes nothing."""
-    server.engine.say("</think>" + "x" * 15000)
-    server.engine.chunk = 1
+def slow_reader(port, body):
+    """A connection with a small buffer, on which a request was sent."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", server.port))
-    data = json.dumps(ASK | {"stream": True}).encode()
+    connection.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    with connection:
-        connection.sendall(head.encode() + data)
-        connection.recv(10)
-        time.sleep(0.3)
-        stuck = server.engine.num_steps
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_a_slow_reader_delays_nobody_and_gets_few_events(server):
+    server.engine.say("</think>" + "x" * 15000)
+    server.engine.chunk = 1
+    with slow_reader(server.port, ASK | {"stream": True}) as connection:
+        wait_for(lambda: server.engine.num_steps > 14000)  # the engine did not wait for the reader
         server.engine.chunk = 1000
         begin = time.monotonic()
         assert httpx.post(f"{server.url}{PATH}", json=ASK | {"max_tokens": 5}).status_code == 200
         assert time.monotonic() - begin < 1
-        assert stuck < 15000
+        received = b""
+        while not received.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            received += connection.recv(1 << 20)
+    events = [json.loads(each) for each in re.findall(rb"data: (\{.*\})\n", received)]
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events) == "x" * 15000
+    assert len(events) < 12_000
+
+
+def test_what_slow_readers_leave_takes_little_memory(server):
+    """Waiting tokens are kept as text, so 40 streams of 15,000 tokens do not take the memory of 600,000 records."""
+    server.engine.say("</think>" + "x" * 15000)
+    server.engine.chunk = 50
+    before = memory_bytes()
+    connections = [slow_reader(server.port, ASK | {"stream": True}) for _ in range(40)]
+    wait_for(lambda: server.engine.num_steps >= 40 * 301, seconds=30)
+    assert memory_bytes() - before < 40 << 20
+    for connection in connections:
+        connection.close()
+
+
+def memory_bytes():
+    """Memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_body_in_tiny_pieces_and_pipelined_requests(server):
