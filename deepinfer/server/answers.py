@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import deepseek_recipe as recipe
@@ -21,10 +22,20 @@ from deepinfer.server.failures import HttpError, error_body, error_value
 from deepinfer.tokenizer import Tokenizer
 
 _LEAST_LOGPROB: Final = -9999.0
+_INPUTS: Final = {"completion": "prompt_tokens", "output": "input_tokens"}
 _Chunk: Final = recipe.InferenceChunk
+_Reason: Final = recipe.InferenceFinishReason
 _tokens: Final = recipe.InferenceChunk.tokens
 _decode = msgspec.json.decode
 _encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Tokens of an answer, and those of them that are reasoning; the end and the end of reasoning are no reasoning."""
+
+    num_tokens: int
+    num_reasoning: int
 
 
 class Shape(Protocol):
@@ -38,14 +49,14 @@ class Shape(Protocol):
     def deltas(self) -> Sequence[str]:
         """What stands in an event before its text, if events with other texts differ in nothing else."""
 
-    def frame(self, sample_idx: int, event: Any) -> bytes:  # noqa: ANN401  (recipe's classes have no common type)
-        """One event of a stream."""
+    def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401  (recipe's classes have no common type)
+        """One event of a stream; ``counts`` are those of its answer."""
 
     def last_frames(self) -> bytes:
         """What ends a stream."""
 
-    def whole(self) -> bytes:
-        """The whole answer."""
+    def whole(self, counts: Sequence[Counts]) -> bytes:
+        """The whole answer; ``counts`` has one entry for each."""
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
         """The event that ends a stream with an error."""
@@ -75,39 +86,58 @@ class PlainTexts(dict[int, str]):
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the tokens of a request are read.
+
+    Attributes:
+        plain: texts of the tokens that need no stream processor.
+        eos_id, think_end_id, dsml_id: ids of the end, of the end of reasoning, and of the mark of calls.
+        in_reasoning: whether the answer begins with reasoning.
+        is_stream: whether the answer is streamed.
+        has_stops: whether there are stop strings.
+        has_logprobs: whether log-probabilities are reported.
+    """
+
+    plain: PlainTexts
+    eos_id: int
+    think_end_id: int
+    dsml_id: int
+    in_reasoning: bool
+    is_stream: bool
+    has_stops: bool
+    has_logprobs: bool
+
+
 class _Answer:
     """One answer: its stream processor, and where its events go.
 
     After a plain token, the event of the next plain token differs in its text only.  So the event is made from the one before it,
     and recipe gets the token later, together with others, which takes a tenth of the time.
 
+    Tokens are counted here.  Recipe counts a token when its text goes out, and counts wrongly if characters are incomplete.
+
     Invariant: with a ``_template``, recipe has given out all text of the tokens that it has got.
     """
 
-    def __init__(
-        self,
-        sample_idx: int,
-        processor: recipe.StreamProcessor,
-        shape: Shape,
-        plain: PlainTexts,
-        *,
-        is_stream: bool,
-        has_stops: bool,
-        eos_id: int,
-        has_logprobs: bool,
-    ) -> None:
+    def __init__(self, sample_idx: int, processor: recipe.StreamProcessor, shape: Shape, reading: Reading) -> None:
         self.processor = processor
         self.is_open = True  # until the processor has finished or the last record has come
         self._sample_idx = sample_idx
         self._shape = shape
-        self._plain = plain
-        self._is_stream = is_stream
-        self._has_stops = has_stops
-        self._eos_id = eos_id
-        self._has_logprobs = has_logprobs
+        self._reading = reading
+        self._plain = reading.plain
         self._is_begun = False
         self._template: tuple[bytes, bytes] | None = None
         self._late_ids: list[int] = []
+        self._num_tokens = 0
+        self._num_reasoning = 0 if not reading.in_reasoning else None
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens so far."""
+        reasoning = self._num_tokens if self._num_reasoning is None else self._num_reasoning
+        return Counts(num_tokens=self._num_tokens, num_reasoning=reasoning)
 
     def push(self, records: Sequence[RequestOutput]) -> bytes:
         """Take the next records; returns the events of a stream that they complete.
@@ -122,6 +152,7 @@ class _Answer:
             texts = [self._plain[each] for each in ids]
             if all(texts):
                 self._late_ids += ids
+                self._num_tokens += len(ids)
                 head, tail = self._template
                 return head + "".join(texts).encode() + tail
         return self._push_all(records, last)
@@ -132,17 +163,18 @@ class _Answer:
             self.processor.push(_tokens(self._late_ids, None))  # the events were sent already
             self._late_ids = []
         events = self._parse(records, last)
-        if not self._is_stream:
+        if not self._reading.is_stream:
             for event in events:
                 self._shape.wholes[self._sample_idx].accumulate(event)
             return b""
-        made = b"".join([self._shape.frame(self._sample_idx, event) for event in events])
+        made = b"".join([self._shape.frame(self._sample_idx, event, self.counts) for event in events])
         self._template = self._find_template(made, records[0].token_id) if len(events) == len(records) == 1 else None
         return made
 
     def _find_template(self, made: bytes, token_id: int | None) -> tuple[bytes, bytes] | None:
         """What stands before and after the text of the event of one plain token; None if the event is of another kind."""
-        text = "" if token_id is None or self._has_stops or self._has_logprobs else self._plain[token_id]
+        reading = self._reading
+        text = "" if token_id is None or reading.has_stops or reading.has_logprobs else self._plain[token_id]
         for delta in self._shape.deltas if text else ():
             head, found, tail = made.partition(f'{delta}{text}"'.encode())
             if found:
@@ -152,57 +184,43 @@ class _Answer:
     def _parse(self, records: Sequence[RequestOutput], last: RequestOutput) -> list[Any]:
         """Recipe's events of the records."""
         events: list[Any] = []
+        push, reading = self.processor.push, self._reading
         if not self._is_begun:
             self._is_begun = True
             usage = recipe.PromptUsage(prompt_tokens=records[0].prompt_len, prompt_cache_hit_tokens=records[0].num_cached_tokens)
-            events += self.processor.push(_Chunk.ready(prompt_usage=usage))
+            events += push(_Chunk.ready(prompt_usage=usage))
         if last.token_id is None or last.finish_reason == FinishReason.STOP:
             records = records[:-1]  # the last token is no text
-        texts = [each for each in records if each.token_id != self._eos_id]
-        for part in [[each] for each in texts] if self._has_stops else [texts] if texts else []:
-            logprobs = [_logprob(each) for each in part] if self._has_logprobs else None
-            events += self.processor.push(_tokens([each.token_id for each in part if each.token_id is not None], logprobs))
+        texts = [each for each in records if each.token_id != reading.eos_id]
+        for part in [[each] for each in texts] if reading.has_stops else [texts] if texts else []:
+            logprobs = [_logprob(each) for each in part] if reading.has_logprobs else None
+            ids = [each.token_id for each in part if each.token_id is not None]
+            self._count(ids)
+            events += push(_tokens(ids, logprobs))
             if self.processor.finished:
                 self.is_open = False
                 return events
         if last.finished:
             self.is_open = False
-            reasons = recipe.InferenceFinishReason
             is_cut = last.finish_reason == FinishReason.LENGTH
-            events += self.processor.push(_Chunk.finish(reasons.Length if is_cut else reasons.Stop))
+            events += push(_Chunk.finish(_Reason.Length if is_cut else _Reason.Stop))
         return events
+
+    def _count(self, ids: Sequence[int]) -> None:
+        if self._num_reasoning is None:
+            ends = [at for at, each in enumerate(ids) if each in (self._reading.think_end_id, self._reading.dsml_id)]
+            self._num_reasoning = self._num_tokens + ends[0] if ends else None
+        self._num_tokens += len(ids)
 
 
 class ConversationWriter:
     """Writes the answers of one conversation: recipe parses the tokens, and a shape writes the events."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        processors: Sequence[recipe.StreamProcessor],
-        plain: PlainTexts,
-        *,
-        is_stream: bool,
-        has_stops: bool,
-        eos_id: int,
-        has_logprobs: bool,
-    ) -> None:
+    def __init__(self, shape: Shape, processors: Sequence[recipe.StreamProcessor], reading: Reading) -> None:
         """Write one answer for each processor."""
-        self.is_stream = is_stream
+        self.is_stream = reading.is_stream
         self._shape = shape
-        self._answers = [
-            _Answer(
-                number,
-                each,
-                shape,
-                plain,
-                is_stream=is_stream,
-                has_stops=has_stops,
-                eos_id=eos_id,
-                has_logprobs=has_logprobs,
-            )
-            for number, each in enumerate(processors)
-        ]
+        self._answers = [_Answer(number, each, shape, reading) for number, each in enumerate(processors)]
 
     def is_complete(self, prompt_idx: int) -> bool:
         """See :class:`deepinfer.server.asked.Writer`."""
@@ -219,7 +237,7 @@ class ConversationWriter:
 
     def finish(self) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
-        return self._shape.last_frames() if self.is_stream else self._shape.whole()
+        return self._shape.last_frames() if self.is_stream else self._shape.whole([each.counts for each in self._answers])
 
     def fail(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
@@ -250,14 +268,14 @@ class ChatShape:
         self._head = {"id": answer_id, "created": created, "model": model}
         self._usages: list[dict[str, Any]] = []
 
-    def frame(self, sample_idx: int, event: Any) -> bytes:  # noqa: ANN401
+    def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401
         """See :class:`Shape`."""
         text = event.to_json()
         if not sample_idx and '"usage":{' not in text:  # quotes inside strings are escaped
             return data_frame(text.encode())
         chunk = _decode(text)
         if chunk.get("usage") is not None:
-            self._usages.append(chunk["usage"])
+            self._usages.append(_counted(chunk["usage"], "completion", counts))
             chunk["usage"] = None
         chunk["choices"][0]["index"] = sample_idx
         return data_frame(_encode(chunk))
@@ -267,7 +285,7 @@ class ChatShape:
         last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _sum(self._usages)}
         return (data_frame(_encode(last)) if self._include_usage else b"") + DONE
 
-    def whole(self) -> bytes:
+    def whole(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
         answers = [_decode(each.to_json()) for each in self.wholes]
         for sample_idx, answer in enumerate(answers):
@@ -276,12 +294,23 @@ class ChatShape:
                 call.pop("index", None)
         first = answers[0]
         first["choices"] = [answer["choices"][0] for answer in answers]
-        first["usage"] = _sum([answer["usage"] for answer in answers])
+        first["usage"] = _sum(
+            [_counted(answer["usage"], "completion", each) for answer, each in zip(answers, counts, strict=True)]
+        )
         return _encode(first)
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`Shape`."""
         return data_frame(error_body(error, "openai", request_id))
+
+
+def _counted(usage: dict[str, Any], name: str, counts: Counts) -> dict[str, Any]:
+    """A usage of OpenAI's with our counts; its fields of output begin with ``name``."""
+    changed = usage | {f"{name}_tokens": counts.num_tokens}
+    changed["total_tokens"] = changed[_INPUTS[name]] + counts.num_tokens
+    details = f"{name}_tokens_details"
+    changed[details] = {**(usage.get(details) or {}), "reasoning_tokens": counts.num_reasoning}
+    return changed
 
 
 def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -290,10 +319,9 @@ def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total = dict(first)
     for other in others:
         total["completion_tokens"] += other["completion_tokens"]
-        if "completion_tokens_details" in total:
-            details = total["completion_tokens_details"]
-            more = other["completion_tokens_details"]["reasoning_tokens"]
-            total["completion_tokens_details"] = {**details, "reasoning_tokens": details["reasoning_tokens"] + more}
+        details = total["completion_tokens_details"]
+        more = other["completion_tokens_details"]["reasoning_tokens"]
+        total["completion_tokens_details"] = {**details, "reasoning_tokens": details["reasoning_tokens"] + more}
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     return total
 
@@ -307,17 +335,24 @@ class MessagesShape:
         """Write the only answer."""
         self.wholes = [recipe.MessagesResponse(answer_id, model, int(time.time()), 0, 0)]
 
-    def frame(self, sample_idx: int, event: Any) -> bytes:  # noqa: ANN401
+    def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401
         """See :class:`Shape`."""
-        return _named(recipe.MessagesResponse.sse_event_name(event), event.to_json())
+        name, text = recipe.MessagesResponse.sse_event_name(event), event.to_json()
+        if name != "message_delta":
+            return _named(name, text)
+        changed = _decode(text)
+        changed["usage"]["output_tokens"] = counts.num_tokens
+        return _named(name, _encode(changed).decode())
 
     def last_frames(self) -> bytes:
         """See :class:`Shape`."""
         return b""
 
-    def whole(self) -> bytes:
+    def whole(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
-        return self.wholes[0].to_json().encode()
+        message = _decode(self.wholes[0].to_json())
+        message["usage"]["output_tokens"] = counts[0].num_tokens
+        return _encode(message)
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`Shape`."""
@@ -340,23 +375,28 @@ class ResponsesShape:
         self._response: dict[str, Any] = {}
         self._num_events = 0
 
-    def frame(self, sample_idx: int, event: Any) -> bytes:  # noqa: ANN401
+    def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401
         """See :class:`Shape`."""
         self._num_events += 1
         name, text = recipe.ResponsesResponse.sse_event_name(event), event.to_json()
         if '"response":{' not in text:
             return _named(name, text)
         changed = _decode(text)
-        self._response = changed["response"] = changed["response"] | self._echo
+        self._response = changed["response"] = self._echoed(changed["response"], counts)
         return _named(name, _encode(changed).decode())
 
     def last_frames(self) -> bytes:
         """See :class:`Shape`."""
         return b""
 
-    def whole(self) -> bytes:
+    def whole(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
-        return _encode(_decode(self.wholes[0].to_json()) | self._echo)
+        return _encode(self._echoed(_decode(self.wholes[0].to_json()), counts[0]))
+
+    def _echoed(self, response: dict[str, Any], counts: Counts) -> dict[str, Any]:
+        if response.get("usage") is not None:
+            response["usage"] = _counted(response["usage"], "output", counts)
+        return response | self._echo
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`Shape`."""

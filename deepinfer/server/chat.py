@@ -16,7 +16,7 @@ import re
 import secrets
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import deepseek_recipe as recipe
@@ -28,7 +28,7 @@ from deepinfer.engine.ipc import Ready
 from deepinfer.errors import CONVERSION_ERRORS, ConfigError, RequestError, reason, shown
 from deepinfer.grammar.tools import DSML
 from deepinfer.images import FORMATS, plan_image
-from deepinfer.server.answers import ChatShape, ConversationWriter, MessagesShape, PlainTexts, ResponsesShape, Shape
+from deepinfer.server.answers import ChatShape, ConversationWriter, MessagesShape, PlainTexts, Reading, ResponsesShape, Shape
 from deepinfer.server.asked import Asked
 from deepinfer.server.failures import HttpError
 from deepinfer.server.forced import Format, Rules, closed
@@ -152,7 +152,7 @@ class _Wanted:
     format: Format | None = None
     choice: str = "auto"
     is_parallel: bool = True
-    strict: bool = False
+    strict: set[str] = field(default_factory=set)
     budget: int | None = None
     effort: int | None = None
     left_out: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ class ChatReader:
             tools=definitions,
             choice=wanted.choice,
             is_parallel=wanted.is_parallel,
-            has_strict=wanted.strict,
+            strict=wanted.strict,
             format=wanted.format,
             thinking_budget=wanted.budget,
         )
@@ -380,15 +380,18 @@ class ChatReader:
             if api == "responses":
                 generator = generator.with_namespace_tool_map(names).with_echo(request.echo())
             processors.append(recipe.StreamProcessor(generator, parsing, self._encoder.tokenizer))
-        return ConversationWriter(
-            shape,
-            processors,
-            self._encoder.plain,
+        encoder, stage = self._encoder, parsing.thinking_initial_stage
+        reading = Reading(
+            plain=encoder.plain,
+            eos_id=self._facts.eos_token_id,
+            think_end_id=encoder.think_end_id,
+            dsml_id=encoder.dsml_id,
+            in_reasoning=stage is not None and stage.starts_in_reasoning(),
             is_stream=wanted.is_stream,
             has_stops=bool(parsing.stop_sequences),
-            eos_id=self._facts.eos_token_id,
             has_logprobs=wanted.logprobs,
         )
+        return ConversationWriter(shape, processors, reading)
 
 
 def check_model(body: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -510,7 +513,8 @@ def _take_tools(
         function = function_of(copied) if isinstance(copied, dict) else None
         if isinstance(function, Mapping):
             cleaned = {key: value for key, value in function.items() if key != "strict"}
-            wanted.strict |= as_switch("strict", function.get("strict"), default=False)
+            if as_switch("strict", function.get("strict"), default=False):
+                wanted.strict.add(str(function.get("name")))
             if cleaned.get(schema_key) == {}:
                 cleaned[schema_key] = {"type": "object", "properties": {}}
             if function is copied:

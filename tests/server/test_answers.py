@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer.config import named_config
 from deepinfer.engine.builtin import NANO_DIRECTORY
+from deepinfer.errors import RequestError
 from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.server.chat import ChatReader, Encoder
 from deepinfer.tokenizer import EOS, Tokenizer
@@ -96,15 +97,51 @@ def test_streams_with_plain_tokens_equal_recipes_whole_answer(api):
             assert found[-2]["usage"]["output_tokens"] == expected["usage"]["output_tokens"]
 
 
+def counted(ids, api="chat", **fields):
+    """Output tokens and tokens of reasoning that the usage reports."""
+    body = {"chat": CHAT, "responses": {"model": "nano", "input": "hi"}}[api] | {"stream": False} | fields
+    made = writer(body, api)
+    for number, each in enumerate(ids):
+        made.push(0, [record(each, number)])
+    made.push(0, [record(TOKENIZER.special(EOS), len(ids), FinishReason.STOP)])
+    usage = json.loads(made.finish())["usage"]
+    name = "completion" if api == "chat" else "output"
+    assert usage["total_tokens"] == usage[f"{name}_tokens"] + 9
+    return usage[f"{name}_tokens"], usage[f"{name}_tokens_details"]["reasoning_tokens"]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_usage_counts_incomplete_characters_once(api):
+    half, full = TOKENIZER.encode("日")[0], TOKENIZER.encode("a")[0]
+    newline = TOKENIZER.encode("\n")[0]
+    assert counted([half] * 3, api) == (3, 3)
+    assert counted([half, full, half], api) == (3, 3)
+    assert counted([newline] * 3, api) == (3, 3)
+    assert counted([full, half, THINK_END, half, full], api) == (5, 2)
+    assert counted([], api) == (0, 0)
+
+
 def test_the_usage_counts_plain_tokens():
     made = writer(CHAT | {"stream_options": {"include_usage": True}})
-    data = b"".join(made.push(0, [record(each, number)]) for number, each in enumerate(TOKENIZER.encode("one two three") * 9))
+    ids = TOKENIZER.encode("one two three") * 9
+    data = b"".join(made.push(0, [record(each, number)]) for number, each in enumerate(ids))
     data += made.push(0, [record(THINK_END, 50)]) + made.push(0, [record(TOKENIZER.encode("x")[0], 51)])
     data += made.push(0, [record(TOKENIZER.special(EOS), 52, FinishReason.STOP)]) + made.finish()
     usage = events(data)[-1]["usage"]
-    count = 9 * len(TOKENIZER.encode("one two three"))
-    assert usage["completion_tokens"] >= count + 1
-    assert usage["completion_tokens_details"]["reasoning_tokens"] in (count, count + 1)
+    assert usage["completion_tokens"] == len(ids) + 2
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(ids)
+
+
+def test_only_strict_tools_are_enforced_unless_a_call_is_forced():
+    loose = {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "minProperties": 3}}}
+    strict = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
+    grammar = READER.read("chat", CHAT | {"tools": [strict, loose]}).params.structured_output.schema
+    assert "any+" in grammar
+    with pytest.raises(RequestError, match="minProperties"):
+        READER.read("chat", CHAT | {"tools": [strict, loose], "tool_choice": "required"})
+    with pytest.raises(RequestError, match="minProperties"):
+        READER.read("chat", CHAT | {"tools": [loose | {"function": loose["function"] | {"strict": True}}]})
+    assert READER.read("chat", CHAT | {"tools": [loose]}).params.so_args is None
 
 
 def test_a_model_named_like_a_token_is_no_text():
