@@ -32,10 +32,18 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Tokens of an answer, and those of them that are reasoning; the end and the end of reasoning are no reasoning."""
+    """Tokens of an answer.
+
+    Attributes:
+        num_tokens: all but the end.
+        num_reasoning: those before the end of reasoning.
+        num_verified, num_accepted: drafts.
+    """
 
     num_tokens: int
     num_reasoning: int
+    num_verified: int
+    num_accepted: int
 
 
 class Shape(Protocol):
@@ -52,11 +60,11 @@ class Shape(Protocol):
     def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401  (recipe's classes have no common type)
         """One event of a stream; ``counts`` are those of its answer."""
 
-    def last_frames(self) -> bytes:
-        """What ends a stream."""
+    def last_frames(self, counts: Sequence[Counts]) -> bytes:
+        """What ends a stream; ``counts`` has one entry for each answer."""
 
     def whole(self, counts: Sequence[Counts]) -> bytes:
-        """The whole answer; ``counts`` has one entry for each."""
+        """The whole answer."""
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
         """The event that ends a stream with an error."""
@@ -130,14 +138,19 @@ class _Answer:
         self._is_begun = False
         self._template: tuple[bytes, bytes] | None = None
         self._late_ids: list[int] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_verified = self._num_accepted = 0
         self._num_reasoning = 0 if not reading.in_reasoning else None
 
     @property
     def counts(self) -> Counts:
         """Tokens so far."""
         reasoning = self._num_tokens if self._num_reasoning is None else self._num_reasoning
-        return Counts(num_tokens=self._num_tokens, num_reasoning=reasoning)
+        return Counts(
+            num_tokens=self._num_tokens,
+            num_reasoning=reasoning,
+            num_verified=self._num_verified,
+            num_accepted=self._num_accepted,
+        )
 
     def push(self, records: Sequence[RequestOutput]) -> bytes:
         """Take the next records; returns the events of a stream that they complete.
@@ -146,6 +159,9 @@ class _Answer:
         """
         if not self.is_open:
             return b""
+        for record in records:
+            self._num_verified += record.draft_tok
+            self._num_accepted += record.accept_tok
         last = records[-1]
         if self._template is not None and not last.finished:
             ids = [each.token_id for each in records if each.token_id is not None]
@@ -237,7 +253,8 @@ class ConversationWriter:
 
     def finish(self) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
-        return self._shape.last_frames() if self.is_stream else self._shape.whole([each.counts for each in self._answers])
+        counts = [each.counts for each in self._answers]
+        return self._shape.last_frames(counts) if self.is_stream else self._shape.whole(counts)
 
     def fail(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
@@ -266,7 +283,7 @@ class ChatShape:
         self.wholes = [recipe.ChatCompletionResponse(answer_id, model, created, 0, 0) for _ in range(n)]
         self._include_usage = include_usage
         self._head = {"id": answer_id, "created": created, "model": model}
-        self._usages: list[dict[str, Any]] = []
+        self._usage: dict[str, Any] = {}
 
     def frame(self, sample_idx: int, event: Any, counts: Counts) -> bytes:  # noqa: ANN401
         """See :class:`Shape`."""
@@ -275,15 +292,17 @@ class ChatShape:
             return data_frame(text.encode())
         chunk = _decode(text)
         if chunk.get("usage") is not None:
-            self._usages.append(_counted(chunk["usage"], "completion", counts))
-            chunk["usage"] = None
+            self._usage, chunk["usage"] = chunk["usage"], None
         chunk["choices"][0]["index"] = sample_idx
         return data_frame(_encode(chunk))
 
-    def last_frames(self) -> bytes:
+    def last_frames(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
-        last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _sum(self._usages)}
-        return (data_frame(_encode(last)) if self._include_usage else b"") + DONE
+        if not self._include_usage:
+            return DONE
+        usage = _counted(self._usage, "completion", counts)
+        last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        return data_frame(_encode(last)) + DONE
 
     def whole(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
@@ -294,9 +313,7 @@ class ChatShape:
                 call.pop("index", None)
         first = answers[0]
         first["choices"] = [answer["choices"][0] for answer in answers]
-        first["usage"] = _sum(
-            [_counted(answer["usage"], "completion", each) for answer, each in zip(answers, counts, strict=True)]
-        )
+        first["usage"] = _counted(first["usage"], "completion", counts)
         return _encode(first)
 
     def failure(self, error: HttpError, request_id: str) -> bytes:
@@ -304,26 +321,20 @@ class ChatShape:
         return data_frame(error_body(error, "openai", request_id))
 
 
-def _counted(usage: dict[str, Any], name: str, counts: Counts) -> dict[str, Any]:
-    """A usage of OpenAI's with our counts; its fields of output begin with ``name``."""
-    changed = usage | {f"{name}_tokens": counts.num_tokens}
-    changed["total_tokens"] = changed[_INPUTS[name]] + counts.num_tokens
-    details = f"{name}_tokens_details"
-    changed[details] = {**(usage.get(details) or {}), "reasoning_tokens": counts.num_reasoning}
-    return changed
+def _counted(usage: dict[str, Any], name: str, counts: Sequence[Counts]) -> dict[str, Any]:
+    """A usage of OpenAI's for several answers to one prompt, whose tokens count once; fields of output begin with ``name``.
 
-
-def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The usage of several answers to one prompt, whose tokens count once."""
-    first, *others = usages
-    total = dict(first)
-    for other in others:
-        total["completion_tokens"] += other["completion_tokens"]
-        details = total["completion_tokens_details"]
-        more = other["completion_tokens_details"]["reasoning_tokens"]
-        total["completion_tokens_details"] = {**details, "reasoning_tokens": details["reasoning_tokens"] + more}
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    return total
+    The vendor does not report drafts.
+    """
+    num_output = sum(each.num_tokens for each in counts)
+    details = {
+        **(usage.get(f"{name}_tokens_details") or {}),
+        "reasoning_tokens": sum(each.num_reasoning for each in counts),
+        "verified_draft_tokens": sum(each.num_verified for each in counts),
+        "accepted_draft_tokens": sum(each.num_accepted for each in counts),
+    }
+    total = usage[_INPUTS[name]] + num_output
+    return {**usage, f"{name}_tokens": num_output, "total_tokens": total, f"{name}_tokens_details": details}
 
 
 class MessagesShape:
@@ -344,7 +355,7 @@ class MessagesShape:
         changed["usage"]["output_tokens"] = counts.num_tokens
         return _named(name, _encode(changed).decode())
 
-    def last_frames(self) -> bytes:
+    def last_frames(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
         return b""
 
@@ -382,18 +393,18 @@ class ResponsesShape:
         if '"response":{' not in text:
             return _named(name, text)
         changed = _decode(text)
-        self._response = changed["response"] = self._echoed(changed["response"], counts)
+        self._response = changed["response"] = self._echoed(changed["response"], [counts])
         return _named(name, _encode(changed).decode())
 
-    def last_frames(self) -> bytes:
+    def last_frames(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
         return b""
 
     def whole(self, counts: Sequence[Counts]) -> bytes:
         """See :class:`Shape`."""
-        return _encode(self._echoed(_decode(self.wholes[0].to_json()), counts[0]))
+        return _encode(self._echoed(_decode(self.wholes[0].to_json()), counts))
 
-    def _echoed(self, response: dict[str, Any], counts: Counts) -> dict[str, Any]:
+    def _echoed(self, response: dict[str, Any], counts: Sequence[Counts]) -> dict[str, Any]:
         if response.get("usage") is not None:
             response["usage"] = _counted(response["usage"], "output", counts)
         return response | self._echo

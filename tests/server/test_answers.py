@@ -1,5 +1,6 @@
 """Plain tokens, whose events are made without recipe, against recipe itself."""
 
+import dataclasses
 import json
 import random
 
@@ -130,6 +131,17 @@ def test_the_usage_counts_plain_tokens():
     usage = events(data)[-1]["usage"]
     assert usage["completion_tokens"] == len(ids) + 2
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len(ids)
+
+
+def test_the_usage_counts_drafts():
+    made = writer(CHAT | {"stream": False, "n": 2})
+    ids = TOKENIZER.encode("one two")[:2]
+    drafted = [dataclasses.replace(record(each, 1, sample_idx=at % 2), draft_tok=5, accept_tok=2) for at, each in enumerate(ids)]
+    made.push(0, drafted)
+    for sample_idx in range(2):
+        made.push(0, [record(TOKENIZER.special(EOS), 2, FinishReason.STOP, sample_idx)])
+    details = json.loads(made.finish())["usage"]["completion_tokens_details"]
+    assert (details["verified_draft_tokens"], details["accepted_draft_tokens"]) == (10, 4)
 
 
 def test_only_strict_tools_are_enforced_unless_a_call_is_forced():
