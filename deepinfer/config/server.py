@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from deepinfer.config.environment import environment
 from deepinfer.errors import ConfigError
 
 _MOST_SECONDS: Final = 86_400.0
@@ -27,7 +28,7 @@ class ServerArgs:
     Attributes:
         host, port: address that the API listens on; port 0 takes a free port.
         served_model_names: names that requests may use; the first one stands in answers to other names.
-        api_keys: keys that requests must have; () lets everybody in.
+        api_keys: keys that requests must have; () lets everybody in.  The default is ``DEEPINFER_API_KEY``.
         admin_port, admin_token: address and key of the admin API; None for no admin API.
         max_body_bytes: largest body of a request.
         max_waiting: requests of one priority class that may wait for their first token.
@@ -40,7 +41,7 @@ class ServerArgs:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default_factory=lambda: environment().api_key)
     admin_port: int | None = None
     admin_token: str | None = None
     max_body_bytes: int = 128 << 20
