@@ -411,7 +411,7 @@ def serve(
         served_model_names=tuple(each.strip() for each in served),
         admin_port=admin_port,
         admin_token=admin_token,
-        **({"api_keys": api_key} if api_key else {}),
+        api_keys=api_key or environment().api_key,
         max_body_bytes=max_body_mb << 20,
         **server,
     )
@@ -575,6 +575,31 @@ def scheduler() -> None:
     from deepinfer.bench.scheduler import run_scheduler
 
     click.echo(run_scheduler())
+
+
+@bench.command("serve")
+@click.option("--model", default="random", show_default=True, help="Checkpoint directory, nano or random.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--streams", type=click.IntRange(1), default=200, show_default=True, help="Streams at once.")
+@click.option("--tokens", type=click.IntRange(8), default=300, show_default=True, help="Tokens of each stream.")
+@click.option("--waiting", type=click.IntRange(1), default=2000, show_default=True, help="Requests of the full queue.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each kind.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
+def bench_serve(model: str, device: str, streams: int, tokens: int, waiting: int, repeats: int, json_file: Path | None) -> None:
+    """Measure the HTTP server: CPU time of an event, time that it adds to a first token, and a full queue.
+
+    Events are compared with those of an application that does nothing but send.  Their tokens come from an engine that costs
+    nothing; the other measurements use MODEL.
+    """
+    from deepinfer.bench.serve import render, run_serve, write_json
+    from deepinfer.engine.files import OutputFile
+
+    if json_file is not None:  # checked first, because the measurement takes minutes
+        OutputFile(json_file)
+    report = run_serve(model, device=device, num_streams=streams, num_tokens=tokens, num_waiting=waiting, repeats=repeats)
+    click.echo(render(report))
+    if json_file is not None:
+        write_json(report, json_file)
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
