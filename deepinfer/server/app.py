@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _THREADS: Final = 2
 """Threads that convert bodies."""
+_FETCHING_THREADS: Final = 8
+"""Threads that convert bodies with addresses of images, which may answer slowly."""
+_ADDRESS: Final = re.compile(rb'"https?:', re.IGNORECASE)
 _OPEN_PATHS: Final = ("/", "/health", "/ready", "/live", "/version", "/metrics")
 """Paths without a key: probes, metrics, and the page, which asks for the key itself."""
 _MAX_REQUEST_ID: Final = 128
@@ -59,6 +63,7 @@ class Service:
         tokenizer: the model's vocabulary.
         chat, completions: readers of bodies.
         threads: where bodies are converted.
+        fetching_threads: where bodies with addresses are converted; None if no images are fetched.
         started_s: time of the start, in seconds of the epoch.
     """
 
@@ -69,6 +74,7 @@ class Service:
     chat: ChatReader
     completions: CompletionsReader
     threads: ThreadPoolExecutor
+    fetching_threads: ThreadPoolExecutor | None
     started_s: int
 
 
@@ -89,6 +95,7 @@ def make_service(
         chat=ChatReader(Encoder(tokenizer, names), config, engine.facts, names, fetch),
         completions=CompletionsReader(tokenizer, engine.facts, names),
         threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="deepinfer-convert"),
+        fetching_threads=None if fetch is None else ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="deepinfer-fetch"),
         started_s=int(time.time()),
     )
 
@@ -249,7 +256,7 @@ class _Handlers:
         deadline_s = min(service.args.deadline_s, _deadline(request.headers.get("x-deadline-ms")))
         with service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
             raw = await self._body(request)
-            asked = await self._in_thread(lambda: read(_object(raw)))
+            asked = await self._in_thread(raw, read)
             generation = Generation(
                 service.engine,
                 asked,
@@ -296,11 +303,13 @@ class _Handlers:
         await _json(found)(scope, receive, send)
 
     async def _convert(self, scope: Scope, receive: Receive, convert: Callable[[dict[str, Any]], T]) -> T:
-        raw = await self._body(Request(scope, receive))
-        return await self._in_thread(lambda: convert(_object(raw)))
+        return await self._in_thread(await self._body(Request(scope, receive)), convert)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._service.threads, work)
+    async def _in_thread(self, raw: bytes, convert: Callable[[dict[str, Any]], T]) -> T:
+        """Convert a body in a thread.  A host that answers slowly delays only other bodies with addresses."""
+        fetching = self._service.fetching_threads
+        threads = fetching if fetching is not None and _ADDRESS.search(raw) else self._service.threads
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: convert(_object(raw)))
 
     async def _body(self, request: Request) -> bytes:
         """Read a JSON body of limited size.

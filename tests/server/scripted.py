@@ -151,8 +151,9 @@ async def _count_tasks():
 class Server:
     """The application on a free port, in a thread with its own event loop."""
 
-    def __init__(self, **settings):
+    def __init__(self, fetch=None, **settings):
         self.engine = ScriptedEngine()
+        self._fetch = fetch
         self.args = ServerArgs(port=0, **{"served_model_names": ("nano", "other")} | settings)
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -160,7 +161,7 @@ class Server:
         assert self._started.wait(20)
 
     async def _run(self):
-        self.service = make_service(self.engine, self.args, named_config("random"), TOKENIZER)
+        self.service = make_service(self.engine, self.args, named_config("random"), TOKENIZER, self._fetch)
         config = uvicorn.Config(make_app(self.service), port=0, lifespan="off", log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext
