@@ -255,8 +255,7 @@ class _Handlers:
             raise StepFailed("the engine has ended; send the request to another server")
         deadline_s = min(service.args.deadline_s, _deadline(request.headers.get("x-deadline-ms")))
         with service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
-            raw = await self._body(request)
-            asked = await self._in_thread(raw, read)
+            asked = await self._in_thread(await self._body(request), read)  # the body must not live as long as its answer
             generation = Generation(
                 service.engine,
                 asked,
@@ -305,13 +304,13 @@ class _Handlers:
     async def _convert(self, scope: Scope, receive: Receive, convert: Callable[[dict[str, Any]], T]) -> T:
         return await self._in_thread(await self._body(Request(scope, receive)), convert)
 
-    async def _in_thread(self, raw: bytes, convert: Callable[[dict[str, Any]], T]) -> T:
+    async def _in_thread(self, raw: bytearray, convert: Callable[[dict[str, Any]], T]) -> T:
         """Convert a body in a thread.  A host that answers slowly delays only other bodies with addresses."""
         fetching = self._service.fetching_threads
         threads = fetching if fetching is not None and _ADDRESS.search(raw) else self._service.threads
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: convert(_object(raw)))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request) -> bytearray:
         """Read a JSON body of limited size.
 
         Raises:
@@ -328,16 +327,15 @@ class _Handlers:
         declared = request.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:20]) > limit:
             raise too_large
-        chunks, size = [], 0
+        body = bytearray()  # one large block of memory, which goes back to the system
         try:
             async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
+                if len(body) + len(chunk) > limit:
                     raise too_large
-                chunks.append(chunk)
+                body += chunk
         except ClientDisconnect:
             raise Disconnected from None
-        return b"".join(chunks)
+        return body
 
     # Facts.
 
@@ -394,7 +392,7 @@ class _Handlers:
         return Response(text, media_type="text/html; charset=utf-8")
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _object(raw: bytearray) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
@@ -404,8 +402,6 @@ def _object(raw: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, ValueError) as error:
         raise HttpError(400, f"the body is not JSON ({error}); send a JSON object") from error
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply; send a flatter one") from None
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is {shown(body)}, not an object; send a JSON object")
     return body

@@ -1,6 +1,7 @@
 """Bodies, keys, queues, deadlines and slow clients: raw HTTP against replayed answers."""
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -280,3 +281,78 @@ def test_the_admin_application_drains_with_its_token_only(server):
     assert not drained
     assert asyncio.run(ask("secret")) == 200
     assert drained
+
+
+def nested(depth, kind):
+    """A JSON text with so many levels."""
+    if kind == "list":
+        return "[" * depth + "]" * depth
+    if kind == "object":
+        return '{"a": ' * depth + "1" + "}" * depth
+    return '{"type": "object", "properties": {"a": ' * depth + '{"type": "string"}' + "}}" * depth
+
+
+@pytest.mark.parametrize("depth", [60, 130, 300, 480, 700, 990, 3000])
+@pytest.mark.parametrize("kind", ["list", "object", "schema"])
+def test_deep_bodies_are_client_errors_wherever_they_are_deep(guarded, depth, kind):
+    deep = nested(depth, kind)
+    schema = f'{{"type": "json_schema", "json_schema": {{"name": "a", "strict": true, "schema": {deep}}}}}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "strict": true, "parameters": {deep}}}}}'
+    bodies = {
+        "/v1/chat/completions": [
+            f'"messages": {deep}', f'"messages": [], "metadata": {deep}', f'"messages": [{{"role": "user", "content": {deep}}}]',
+            f'"messages": [{{"role": "user", "content": "a"}}], "response_format": {schema}',
+            f'"messages": [{{"role": "user", "content": "a"}}], "tools": [{tool}], "tool_choice": "required"',
+        ],
+        "/v1/responses": [
+            f'"input": {deep}', f'"input": "a", "metadata": {deep}',
+            f'"input": "a", "text": {{"format": {{"type": "json_schema", "name": "a", "strict": true, "schema": {deep}}}}}',
+        ],
+        "/v1/messages": [
+            f'"max_tokens": 9, "messages": {deep}',
+            f'"max_tokens": 9, "messages": [], "tools": [{{"name": "f", "input_schema": {deep}}}]',
+            f'"max_tokens": 9, "messages": [], "output_format": {{"type": "json_schema", "schema": {deep}}}',
+        ],
+        "/v1/completions": [f'"prompt": {deep}', f'"prompt": "a", "logit_bias": {deep}', f'"prompt": "a", "stop": {deep}'],
+    }  # fmt: skip
+    for path, several in bodies.items():
+        for body in several:
+            content = f'{{"model": "nano", {body}}}'
+            answer = guarded.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code in (200, 400, 413), (path, body[:80], answer.text)
+
+
+def test_a_body_of_100_megabytes_does_not_stop_the_server(server):
+    """It is read and parsed while other requests are answered, and the memory is given back."""
+    longest = [0.0]
+    is_over = threading.Event()
+
+    def look():
+        with httpx.Client(base_url=server.url) as client:
+            while not is_over.is_set():
+                begin = time.monotonic()
+                assert client.get("/live").status_code == 200
+                longest[0] = max(longest[0], time.monotonic() - begin)
+                time.sleep(0.01)
+
+    before = memory_bytes()
+    looking = threading.Thread(target=look)
+    looking.start()
+    piece = b"x" * 1_000_000
+    begin, end = b'{"model": "nano", "messages": [{"role": "user", "content": "hi"}], "user": "', b'"}'
+
+    def pieces(count):
+        yield begin
+        for _ in range(count):
+            yield piece
+        yield end
+
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.post(PATH, content=pieces(100), headers=headers).status_code == 200
+        assert client.post(PATH, content=pieces(140), headers=headers).status_code == 413
+    is_over.set()
+    looking.join()
+    assert longest[0] < 2
+    gc.collect()
+    assert memory_bytes() - before < 50 << 20
