@@ -375,6 +375,7 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
 @click.option("--drain-s", type=float, default=30.0, show_default=True, help="Time for open requests after SIGTERM.")
 @click.option("--keep-alive-s", type=float, default=15.0, show_default=True, help="Time between signs of life of a stream.")
 @click.option("--deadline-s", type=float, default=float("inf"), help="Most time of a request.  [default: no limit]")
+@click.option("--otlp-endpoint", help="Send spans to this OTLP collector.  [default: OTEL_EXPORTER_OTLP_ENDPOINT]")
 @click.option("--allow-image-urls", is_flag=True, help="Fetch images from global addresses that requests name.")
 @_engine_options
 def serve(

@@ -319,6 +319,11 @@ def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (the type d
     return value
 
 
+def has_otlp_endpoint() -> bool:
+    """Whether a standard variable of OpenTelemetry names a collector for spans; its package reads the address itself."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("ENDPOINT", "TRACES_ENDPOINT"))
+
+
 @functools.cache
 def environment() -> Environment:
     """This process's variables, read at the first call."""

@@ -7,6 +7,7 @@ an oversized one never fills the memory.  Conversion runs in threads; the event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -38,6 +39,9 @@ from deepinfer.server.failures import Family, HttpError, as_http, error_body, er
 from deepinfer.server.gate import Gate
 from deepinfer.server.stream import Disconnected, Generation, send_whole
 from deepinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import Tracer  # imports an extra
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class Service:
         tokenizer: the model's vocabulary.
         chat, completions: readers of bodies.
         threads: where bodies are converted.
+        tracer: makes spans of requests; None for no spans.
         fetching_threads: where bodies with addresses are converted; None if no images are fetched.
         started_s: time of the start, in seconds of the epoch.
     """
@@ -75,11 +80,17 @@ class Service:
     completions: CompletionsReader
     threads: ThreadPoolExecutor
     fetching_threads: ThreadPoolExecutor | None
+    tracer: Tracer | None
     started_s: int
 
 
 def make_service(
-    engine: Engine, args: ServerArgs, config: ModelConfig, tokenizer: Tokenizer, fetch: Fetch | None = None
+    engine: Engine,
+    args: ServerArgs,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    fetch: Fetch | None = None,
+    tracer: Tracer | None = None,
 ) -> Service:
     """Everything that :func:`make_app` needs.
 
@@ -96,6 +107,7 @@ def make_service(
         completions=CompletionsReader(tokenizer, engine.facts, names),
         threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="deepinfer-convert"),
         fetching_threads=None if fetch is None else ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="deepinfer-fetch"),
+        tracer=tracer,
         started_s=int(time.time()),
     )
 
@@ -238,24 +250,31 @@ class _Handlers:
     # Generation.
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("chat", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("chat", body))
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("responses", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("responses", body))
 
     async def message(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("messages", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("messages", body))
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generate(scope, receive, send, self._service.completions.read)
+        await self._generate("text_completion", scope, receive, send, self._service.completions.read)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]) -> None:
+    async def _generate(
+        self, operation: str, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]
+    ) -> None:
+        """Answer a request with generated tokens; ``operation`` is its name in traces."""
         service, request = self._service, Request(scope, receive)
         if not service.engine.is_alive:
             raise StepFailed("the engine has ended; send the request to another server")
         deadline_s = min(service.args.deadline_s, _deadline(request.headers.get("x-deadline-ms")))
-        with service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
+        tracer = service.tracer
+        tracing = contextlib.nullcontext() if tracer is None else tracer.request(operation, scope["request_id"], request.headers)
+        with tracing as trace, service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
             asked = await self._in_thread(await self._body(request), read)  # the body must not live as long as its answer
+            if trace is not None:
+                trace.sent(asked)
             generation = Generation(
                 service.engine,
                 asked,
@@ -264,6 +283,7 @@ class _Handlers:
                 salt=asked.salt or scope["tenant"],
                 ticket=ticket,
                 keep_alive_s=service.args.keep_alive_s,
+                trace=trace,
             )
             headers = {"x-deepinfer-left-out": ", ".join(asked.left_out)} if asked.left_out else {}
             await generation.run(receive, send, headers, deadline_s)

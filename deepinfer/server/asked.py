@@ -80,6 +80,7 @@ class Asked:
     """One HTTP request in the engine's terms.
 
     Attributes:
+        model: the model's name in the request.
         prompts: token ids of each prompt.
         params: sampling parameters of all prompts.
         images: encoded files, in the order of the placeholders in the only prompt.
@@ -88,6 +89,7 @@ class Asked:
         left_out: tools that only a vendor runs and that are therefore left out.
     """
 
+    model: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     writer: Writer

@@ -220,6 +220,7 @@ class ChatReader:
             banned_token_ids=() if definitions else (self._encoder.dsml_id,),
         )
         return Asked(
+            model=str(body["model"]),
             prompts=[ids],
             params=params,
             images=images,

@@ -91,7 +91,7 @@ class CompletionsReader:
             stops=stops,
             num_logprobs=num_logprobs,
         )
-        return Asked(prompts=prompts, params=params, salt=salt, writer=writer)
+        return Asked(model=str(body["model"]), prompts=prompts, params=params, salt=salt, writer=writer)
 
     def _prompts(self, given: object) -> list[list[int]]:
         """One or several prompts, each as text or ids."""

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import deepseek_recipe as recipe
 import uvicorn
@@ -31,6 +31,9 @@ from deepinfer.grammar.tools import DSML
 from deepinfer.server.app import Service, listening, make_admin, make_app, make_service
 from deepinfer.server.chat import THINK_END
 from deepinfer.tokenizer import EOS, Tokenizer
+
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import Tracer  # imports an extra
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +83,25 @@ async def _serve(args: ServerArgs, engine_args: EngineArgs) -> int:
     tokenizer = Tokenizer.from_dir(Path(engine_args.tokenizer).expanduser() if engine_args.tokenizer else model_dir)
     config = load_config(model_dir)
     banned = dict.fromkeys([*engine_args.banned_token_ids, *banned_token_ids(tokenizer)])
+    tracer = _tracer(args)
     client = await AsyncEngineClient.start(dataclasses.replace(engine_args, banned_token_ids=tuple(banned)))
     try:
-        service = make_service(client, args, config, tokenizer, fetch_image if args.allow_image_urls else None)
+        service = make_service(client, args, config, tokenizer, fetch_image if args.allow_image_urls else None, tracer)
         return await _Lifetime(service, client, f"{engine_args.model}, {config.num_hidden_layers} layers").run()
     finally:
         await client.close()
+        if tracer is not None:
+            tracer.close()
+
+
+def _tracer(args: ServerArgs) -> Tracer | None:
+    if not args.is_traced:
+        return None
+    try:
+        from deepinfer.server.tracing import Tracer, otlp_provider
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tracing needs {error.name}, which is not installed; run pip install 'deepinfer[tracing]'") from error
+    return Tracer(otlp_provider(args.otlp_endpoint))
 
 
 class _Lifetime:

@@ -16,7 +16,7 @@ import logging
 import time
 import types
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Receive, Send
 
@@ -25,6 +25,9 @@ from deepinfer.request import FinishReason, RequestOutput
 from deepinfer.server.asked import Asked, Engine, Writer
 from deepinfer.server.failures import HttpError, as_http
 from deepinfer.server.gate import PRIORITIES, Ticket
+
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import RequestTrace  # imports an extra
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +114,8 @@ class _Follower:
     Invariant: ``_collected`` and ``_late`` are empty unless a send waits.
     """
 
-    def __init__(self, prompt_idx: int, writer: Writer, events: _Events, ticket: Ticket) -> None:
+    def __init__(self, prompt_idx: int, writer: Writer, events: _Events, ticket: Ticket, trace: RequestTrace | None) -> None:
+        self._trace = trace
         self._prompt_idx = prompt_idx
         self._writer = writer
         self._events = events
@@ -124,6 +128,8 @@ class _Follower:
     def take(self, records: Sequence[RequestOutput]) -> bool:
         """Write the records of a step, or collect them; returns whether the answers need more."""
         self._ticket.begin()
+        if self._trace is not None:
+            self._trace.took(records)
         for record in records:
             if record.finished:
                 _check(record)
@@ -175,8 +181,18 @@ class Generation:
     """One generation and its answer."""
 
     def __init__(
-        self, engine: Engine, asked: Asked, *, request_id: str, priority: str, salt: bytes, ticket: Ticket, keep_alive_s: float
+        self,
+        engine: Engine,
+        asked: Asked,
+        *,
+        request_id: str,
+        priority: str,
+        salt: bytes,
+        ticket: Ticket,
+        keep_alive_s: float,
+        trace: RequestTrace | None,
     ) -> None:
+        self._trace = trace
         self._engine = engine
         self._asked = asked
         self._request_id = request_id
@@ -225,6 +241,8 @@ class Generation:
                 error = HttpError(408, f"the request was not finished within its deadline of {deadline_s:g} s; allow more time")
             if not events.has_begun:
                 raise error from None
+            if self._trace is not None:
+                self._trace.failed(error)
             if not isinstance(error, EngineError):
                 logger.exception("request %s failed", self._request_id)
             await events.end(writer.fail(as_http(error), self._request_id))
@@ -244,7 +262,7 @@ class Generation:
 
     async def _follow(self, prompt_idx: int, events: _Events) -> None:
         """Write the answers to one prompt."""
-        follower = _Follower(prompt_idx, self._asked.writer, events, self._ticket)
+        follower = _Follower(prompt_idx, self._asked.writer, events, self._ticket, self._trace)
         try:
             await self._engine.follow(
                 f"{self._request_id}-{prompt_idx}",

@@ -163,6 +163,7 @@ def test_every_field_of_a_record_crosses_the_border():
         confidence_score=0.75,
         sample_idx=1,
         message="why",
+        queue_s=0.5,
     )
     plain = RequestOutput(
         request_id="",
