@@ -175,6 +175,7 @@ def test_a_drain_finishes_streams_and_a_second_signal_aborts_them():
     assert b'"error"' in got[-1]
 
 
+@pytest.mark.slow
 def test_the_admin_api_drains_with_an_open_stream():
     """The token comes from the environment, so no other user of the machine sees it."""
     with Program("--admin-port", str(free_port()), DEEPINFER_ADMIN_TOKEN="secret", DEEPINFER_API_KEY="one,two") as made:
