@@ -478,37 +478,53 @@ def _generate_batch(prompts: Path, out: Path, sampling: dict[str, Any], engine: 
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
 @click.option("--served-model-name", help="Names of the model in requests, separated by commas.  [default: name of the model]")
-@click.option("--api-key", multiple=True, help="Key that requests must have.  Repeatable.  [default: everybody may ask]")
+@click.option("--api-key", multiple=True, help="Key that requests must have.  Repeatable.  [default: DEEPINFER_API_KEY]")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="File with one key in each line.")
 @click.option("--admin-port", type=int, default=None, help="Port of the admin API.  [default: none]")
-@click.option("--admin-token", default=None, help="Key of the admin API.")
+@click.option("--admin-token", default=None, help="Key of the admin API.  [default: DEEPINFER_ADMIN_TOKEN]")
 @click.option("--max-body-mb", type=int, default=128, show_default=True, help="Largest body of a request.")
 @click.option("--max-waiting", type=int, default=1024, show_default=True, help="Most waiting requests of a priority class.")
 @click.option("--drain-s", type=float, default=30.0, show_default=True, help="Time for open requests after SIGTERM.")
 @click.option("--keep-alive-s", type=float, default=15.0, show_default=True, help="Time between signs of life of a stream.")
 @click.option("--deadline-s", type=float, default=float("inf"), help="Most time of a request.  [default: no limit]")
+@click.option("--otlp-endpoint", help="Send spans to this OTLP collector.  [default: OTEL_EXPORTER_OTLP_ENDPOINT]")
 @click.option("--allow-image-urls", is_flag=True, help="Fetch images from global addresses that requests name.")
 @_engine_options
 def serve(
     served_model_name: str | None,
     api_key: tuple[str, ...],
+    api_key_file: Path | None,
+    admin_port: int | None,
+    admin_token: str | None,
     max_body_mb: int,
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Serve the model over HTTP with the protocols of OpenAI and Anthropic.
 
     SIGTERM ends the server in order: it refuses new requests and finishes open ones.  A second signal aborts them.
+
+    Other users of this machine can read options.  Give keys in a file or in the environment instead.
     """
     import dataclasses
 
-    from deepinfer.config import EngineArgs, ServerArgs
+    from deepinfer.config import EngineArgs, ServerArgs, environment
 
     names = {each.name for each in dataclasses.fields(ServerArgs)}
     server = {name: options.pop(name) for name in list(options) if name in names}
     model = options["model"]
     served = served_model_name.split(",") if served_model_name is not None else [Path(model).name or model]
+    if api_key_file is not None:
+        lines = [each.strip() for each in _read(api_key_file).splitlines()]
+        api_key += tuple(each for each in lines if each)
+        if not api_key:
+            raise RequestError(f"{api_key_file} has no key; write one in each line")
+    if admin_port is not None and admin_token is None:
+        admin_token = environment().admin_token
     args = ServerArgs(
         served_model_names=tuple(each.strip() for each in served),
-        api_keys=api_key,
+        admin_port=admin_port,
+        admin_token=admin_token,
+        api_keys=api_key or environment().api_key,
         max_body_bytes=max_body_mb << 20,
         **server,
     )
@@ -672,6 +688,31 @@ def scheduler() -> None:
     from deepinfer.bench.scheduler import run_scheduler
 
     click.echo(run_scheduler())
+
+
+@bench.command("serve")
+@click.option("--model", default="random", show_default=True, help="Checkpoint directory, nano or random.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--streams", type=click.IntRange(1), default=200, show_default=True, help="Streams at once.")
+@click.option("--tokens", type=click.IntRange(8), default=300, show_default=True, help="Tokens of each stream.")
+@click.option("--waiting", type=click.IntRange(1), default=2000, show_default=True, help="Requests of the full queue.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each kind.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the numbers into this file.")
+def bench_serve(model: str, device: str, streams: int, tokens: int, waiting: int, repeats: int, json_file: Path | None) -> None:
+    """Measure the HTTP server: CPU time of an event, time that it adds to a first token, and a full queue.
+
+    Events are compared with those of an application that does nothing but send.  Their tokens come from an engine that costs
+    nothing; the other measurements use MODEL.
+    """
+    from deepinfer.bench.serve import render, run_serve, write_json
+    from deepinfer.engine.files import OutputFile
+
+    if json_file is not None:  # checked first, because the measurement takes minutes
+        OutputFile(json_file)
+    report = run_serve(model, device=device, num_streams=streams, num_tokens=tokens, num_waiting=waiting, repeats=repeats)
+    click.echo(render(report))
+    if json_file is not None:
+        write_json(report, json_file)
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:

@@ -95,6 +95,9 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "time_to_first_token_seconds": _histogram(
         "seconds", "From arrival to the first token of any answer, once for each request.", _SECONDS
     ),
+    "request_queue_time_seconds": _histogram("seconds", "From arrival to the first step with a part of the prompt.", _SECONDS),
+    "request_prefill_time_seconds": _histogram("seconds", "From that step to the first token.", _SECONDS),
+    "request_decode_time_seconds": _histogram("seconds", "From the first token to the end of the request.", _SECONDS),
     "inter_token_latency_seconds": _histogram("seconds", "Time between two tokens of an answer.", _SECONDS),
     "request_time_per_output_token_seconds": _histogram("seconds", "Mean time between tokens of an ended answer.", _SECONDS),
     "e2e_request_latency_seconds": _histogram("seconds", "From arrival to the end of an answer.", _SECONDS),

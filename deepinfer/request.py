@@ -671,6 +671,8 @@ class RequestOutput:
         nextn_logprobs, sum_smaller_probs: None; not computed.
         draft_tok, accept_tok: drafted and accepted tokens of the step; 0 without speculation.
         message: why the request ended, for the finish reason "grammar_error"; otherwise None.
+        queue_s: only on the first record of a request with an observed engine; seconds from its arrival to the start of the first
+            step that computes a part of its prompt.
         confidence_score: the drafter's predicted probability that this token's draft is accepted; None without a draft.
     """
 
@@ -695,6 +697,7 @@ class RequestOutput:
     confidence_score: float | None = None
     sample_idx: int = 0
     message: str | None = None
+    queue_s: float | None = field(default=None, compare=False)
 
     def clone(self) -> RequestOutput:
         """Return the record itself, because records are immutable."""

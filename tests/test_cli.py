@@ -494,6 +494,7 @@ def test_every_command_explains_itself():
         ["bench", "batching", "--help"],
         ["bench", "spec", "--help"],
         ["bench", "structured", "--help"],
+        ["bench", "serve", "--help"],
         ["chat", "--help"],
     ):
         result = run(*args)

@@ -51,6 +51,8 @@ def test_every_default_can_be_written_out(row, caplog):
         ("DISABLE_SYNC_GUARD", "true", "disable_sync_guard", True),
         ("LOGGING_INTERVAL_STEP", "7", "logging_interval_step", 7),
         ("HF_MODEL_DIR", "/models/flash", "hf_model_dir", "/models/flash"),
+        ("API_KEY", "one, two", "api_key", ("one", "two")),
+        ("ADMIN_TOKEN", "secret", "admin_token", "secret"),
         ("GC_INTERVAL_STEP", "", "gc_interval_step", 1000),
         ("USE_NEXTN_DECODE", "0", "use_nextn_decode", 0),
         ("ENABLE_MTP_VARLEN", "1", "enable_mtp_varlen", True),

@@ -26,7 +26,7 @@ import click, numpy, safetensors.torch, tabulate, tokenizers, torch, tqdm  # the
 try:
     import triton
 except ModuleNotFoundError:
-    triton = None  # an extra: without it, modules that need it cannot be imported
+    triton = None  # an extra, as OpenTelemetry: without it, modules that need it cannot be imported
 
 told = []
 
@@ -64,7 +64,7 @@ for module in pkgutil.walk_packages(deepinfer.__path__, "deepinfer."):
     try:
         __import__(module.name)
     except ModuleNotFoundError as error:
-        if triton or error.name != "triton":
+        if not error.name.startswith("opentelemetry.") and (triton or error.name != "triton"):
             raise
 told += [f"thread {each.name}" for each in threading.enumerate()[threads:]]
 if torch.cuda.is_initialized():

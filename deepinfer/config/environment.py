@@ -48,6 +48,8 @@ class Environment:
     Attributes:
         cache_dir: folder for files made on first use; None for ``deepinfer`` in the user's cache.
         hf_model_dir: checkpoint directory that the examples serve; None for ``nano``.
+        api_key: keys of ``deepinfer serve``; () lets everybody in.
+        admin_token: key of the admin API of ``deepinfer serve``, or None.
         use_nextn_decode: largest number of drafts in a round; 0 turns speculation off.
         enable_mtp_varlen: choose by confidence how many drafts to verify.
         max_backtracking_tokens: tokens that a step may take back; None for one more than the largest number of drafts.
@@ -75,6 +77,8 @@ class Environment:
 
     cache_dir: str | None
     hf_model_dir: str | None
+    api_key: tuple[str, ...]
+    admin_token: str | None
     use_nextn_decode: int
     enable_mtp_varlen: bool
     max_backtracking_tokens: int | None
@@ -123,6 +127,10 @@ class Variable:
 
 def _text(text: str) -> str:
     return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(","))
 
 
 def _flag(text: str) -> bool:
@@ -196,6 +204,8 @@ VARIABLES = _table(
     # Folders and devices.
     ("CACHE_DIR", _text, None, "used", "folder for files made on first use"),
     ("HF_MODEL_DIR", _text, None, "used", "checkpoint directory that the examples serve"),
+    ("API_KEY", _names, (), "used", "keys of the server, separated by commas"),
+    ("ADMIN_TOKEN", _text, None, "used", "key of the server's admin API"),
     ("TEST_SLOW", _flag, False, "harmless", "run the slow tests too; read by the tests"),
     ("ACCELERATOR", _choice("nvidia", "ascend"), "nvidia", "refused", "family of devices"),
     ("JIT_CACHE_DIR", _text, None, "harmless", "root of kernel caches"),
@@ -307,6 +317,11 @@ def _value(row: Variable, text: str | None) -> Any:  # noqa: ANN401  (the type d
         usual = f"set it to {default} or unset it" if default not in (None, ()) else "unset it"
         raise ConfigError(f"{row.name}={text[:_SHOWN_LENGTH]} is not supported by this version ({row.meaning}); {usual}")
     return value
+
+
+def has_otlp_endpoint() -> bool:
+    """Whether a standard variable of OpenTelemetry names a collector for spans; its package reads the address itself."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("ENDPOINT", "TRACES_ENDPOINT"))
 
 
 @functools.cache

@@ -14,8 +14,7 @@ import math
 import sys
 import time
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -59,42 +58,59 @@ class EngineStats:
     metrics: Snapshot
 
 
-class _Stream:
-    """Records of one request that its caller has not taken yet.
+Take = Callable[[Sequence[RequestOutput]], bool]
+"""Gets the records of a step; returns whether it wants more."""
 
-    Invariant: no record follows an error, or the finished records of all answers.
+
+class _Stream:
+    """One open request.
+
+    Invariant: no record follows an error, the finished records of all answers, or the taker's word that it wants no more.
 
     Attributes:
+        num_open: answers that the core has not ended.
+        is_ended: whether no more records come.
+        error: why the request ended, if it failed.
+        news: set at the end; the taker may set it too.
         last: the last record of each answer, or None before its first record.
     """
 
-    def __init__(self, number: int, request_id: str, prompt_len: int, num_samples: int) -> None:
+    def __init__(self, number: int, request_id: str, prompt_len: int, num_samples: int, take: Take) -> None:
         self.number = number
         self.request_id = request_id
         self.prompt_len = prompt_len
+        self.num_open = num_samples
+        self.is_ended = False
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
         self.last: list[RequestOutput | None] = [None] * num_samples
-        self._waiting: deque[RequestOutput] = deque()
-        self._error: EngineError | None = None
-        self._news = asyncio.Event()
+        self._take = take
 
-    def put(self, record: RequestOutput) -> None:
-        self.last[record.sample_idx] = record
-        self._waiting.append(record)
-        self._news.set()
+    def put(self, records: Sequence[RequestOutput]) -> None:
+        """Give records to the taker; its error ends the request."""
+        if self.is_ended:
+            return
+        for record in records:
+            self.last[record.sample_idx] = record
+            if record.finished:
+                self.num_open -= 1
+        try:
+            wants_more = self._take(records)
+        except Exception as error:
+            self._end(error)
+            return
+        if not (wants_more and self.num_open):
+            self._end(None)
 
     def fail(self, error: EngineError) -> None:
-        self._error = self._error or error
-        self._news.set()
+        """The core has ended the request with an error."""
+        if not self.is_ended:
+            self.num_open = 0
+            self._end(error)
 
-    async def take(self) -> deque[RequestOutput]:
-        """Take all waiting records; wait if there are none; raise the stream's error if no more come."""
-        while not self._waiting:
-            if self._error is not None:
-                raise type(self._error)(*self._error.args)
-            self._news.clear()
-            await self._news.wait()
-        records, self._waiting = self._waiting, deque()
-        return records
+    def _end(self, error: Exception | None) -> None:
+        self.is_ended, self.error = True, error
+        self.news.set()
 
 
 class AsyncEngineClient:
@@ -214,29 +230,76 @@ class AsyncEngineClient:
             StepFailed: the core process has ended.
             ConfigError: the caller is in another event loop than the client, or in a forked child.
         """
+        waiting: list[RequestOutput] = []
+
+        def take(records: Sequence[RequestOutput]) -> bool:
+            waiting.extend(records)
+            stream.news.set()
+            return True
+
+        with self._open(request_id, prompt_token_ids, params, images, priority, salt, take) as stream:
+            while waiting or not stream.is_ended:
+                self._link.check_place()
+                await stream.news.wait()
+                self._link.check_place()
+                if not stream.is_ended:
+                    stream.news.clear()
+                if waiting:
+                    records, waiting = waiting, []
+                    yield records
+            if stream.error is not None:
+                raise stream.error
+
+    async def follow(
+        self,
+        request_id: str,
+        prompt_token_ids: npt.ArrayLike,
+        params: SamplingParams,
+        images: Sequence[bytes] = (),
+        *,
+        take: Take,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> None:
+        """Generate answers for one prompt; ``take`` gets the records of each step when they arrive.
+
+        It returns when all answers have ended, or when ``take`` returns False, which ends the request.  Cancelling ends the
+        request too.  ``take`` runs in the callback of the event loop that receives the step, so no task is woken for a token.
+        It must not wait, because it delays other requests.  Other arguments are those of :meth:`steps`.
+
+        Raises:
+            Exception: an error of ``take``, or an error that :meth:`steps` raises.
+        """
+        with self._open(request_id, prompt_token_ids, params, images, priority, salt, take) as stream:
+            await stream.news.wait()
+            if stream.error is not None:
+                raise stream.error
+
+    @contextlib.contextmanager
+    def _open(
+        self,
+        request_id: str,
+        prompt_token_ids: npt.ArrayLike,
+        params: SamplingParams,
+        images: Sequence[bytes],
+        priority: int,
+        salt: bytes,
+        take: Take,
+    ) -> Iterator[_Stream]:
+        """Send a request; at the end of the context, abort it if it has not ended."""
         self._check()
         number = next(self._numbers)
         frames = _pack_request(number, request_id, prompt_token_ids, params, images, priority, salt, facts=self.facts)
         if request_id in self._open_ids:
             raise RequestError(f"request id {shown(request_id)} is in use; choose another")
         self._link.send(None, frames)
-        stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES, params.n)
+        stream = self._streams[number] = _Stream(number, request_id, len(frames[1]) // ipc.ID_BYTES, params.n, take)
         self._open_ids[request_id] = number
-        num_open = params.n
         try:
-            while num_open:
-                self._link.check_place()
-                try:
-                    records = await stream.take()
-                except EngineError:
-                    num_open = 0
-                    raise
-                self._link.check_place()
-                num_open -= sum(record.finished for record in records)
-                yield records
+            yield stream
         finally:
             self._forget(stream)
-            if num_open and self.is_alive:
+            if stream.num_open and self.is_alive:
                 self._link.call(self._link.send, ipc.Abort(call=0, numbers=[stream.number]))
 
     async def abort(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
@@ -306,7 +369,7 @@ class AsyncEngineClient:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits in it
             self._news.set()
             for stream in self._streams.values():
-                stream.fail(error)
+                stream.fail(type(error)(*error.args))
             for call in self._calls.values():
                 if not call.done():
                     call.set_exception(error)
@@ -334,19 +397,18 @@ class AsyncEngineClient:
             return
         for sample_idx, last in enumerate(stream.last):
             if last is None or not last.finished:
-                stream.put(
-                    RequestOutput(
-                        request_id=stream.request_id,
-                        prompt_len=last.prompt_len if last is not None else stream.prompt_len,
-                        token_id=None,
-                        finished=True,
-                        finish_reason=FinishReason.ABORT,
-                        num_output_tokens=last.num_output_tokens if last is not None else 0,
-                        max_num_batched_tokens=self.facts.max_num_batched_tokens,
-                        num_cached_tokens=last.num_cached_tokens if last is not None else 0,
-                        sample_idx=sample_idx,
-                    )
+                record = RequestOutput(
+                    request_id=stream.request_id,
+                    prompt_len=last.prompt_len if last is not None else stream.prompt_len,
+                    token_id=None,
+                    finished=True,
+                    finish_reason=FinishReason.ABORT,
+                    num_output_tokens=last.num_output_tokens if last is not None else 0,
+                    max_num_batched_tokens=self.facts.max_num_batched_tokens,
+                    num_cached_tokens=last.num_cached_tokens if last is not None else 0,
+                    sample_idx=sample_idx,
                 )
+                stream.put([record])
 
     # Messages.
 
@@ -363,9 +425,12 @@ class AsyncEngineClient:
     def _handle(self, message: ipc.FromCore) -> None:
         match message:
             case ipc.Outputs():
+                by_number: dict[int, list[RequestOutput]] = {}
                 for number, record in zip(message.numbers, message.records, strict=True):
+                    by_number.setdefault(number, []).append(record)
+                for number, records in by_number.items():
                     if number in self._streams:
-                        self._streams[number].put(record)
+                        self._streams[number].put(records)
             case ipc.Refused():
                 if message.number in self._streams:
                     self._streams[message.number].fail(ipc.error_of(message.kind, message.sentence))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deepinfer.engine.observer import Observer
+from deepinfer.engine.samples import SEPARATOR
 from deepinfer.metrics import Snapshot
 from deepinfer.request import Request, RequestOutput
 
@@ -31,6 +32,7 @@ class ObservedCore:
         """Observe ``core``; every ``log_every`` steps there is a line in the log, None for never."""
         self.core = core
         self._observer = Observer(core.stats, log_every=log_every)
+        self._launched_s = 0.0  # when the last turn began, which launched the step that this turn commits
 
     def add(
         self, request: Request, pictures: Sequence[Picture], arrived_s: float, grammar: CompiledGrammar | None = None
@@ -74,8 +76,12 @@ class ObservedCore:
         begin = time.monotonic()
         outputs = advance()
         now = time.monotonic()
-        self._observer.stepped(outputs, now - begin, now)
+        launched_s = self._launched_s if self.core.is_async else begin
+        self._launched_s = begin
         step = self.core.last_step
-        if step is not None and step is not before and step[1].mask_ms:
-            self._observer.masked(step[1].mask_ms / 1e3, step[1].mask_wait_ms / 1e3)
+        if step is not None and step is not before:
+            self._observer.begun((each.request_id.partition(SEPARATOR)[0] for each in step[0].chunks), launched_s)
+            if step[1].mask_ms:
+                self._observer.masked(step[1].mask_ms / 1e3, step[1].mask_wait_ms / 1e3)
+        self._observer.stepped(outputs, now - begin, now)
         return outputs

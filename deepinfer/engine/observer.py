@@ -1,7 +1,7 @@
 """Observes requests and steps: updates the metrics and writes the log line.
 
-Owns the times of each request: its arrival, and its first and last token.  The engine's loop calls it; it returns nothing to the
-loop.
+Owns the times of each request: its arrival, and its first and last token.  The engine's loop calls it.  It returns
+nothing to the loop; it marks only the first record of each request with the time that the request has waited.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deepinfer.grammar.compiler import CompilerCounts
 from deepinfer.metrics import Metrics, Snapshot
@@ -27,6 +27,7 @@ class _RequestTimes:
 
     Attributes:
         arrived: time of arrival.
+        begun: start of the first step with a part of the prompt.
         first: time of the first token of any answer.
         firsts, lasts: answer -> time of its first and of its last token.
         num_output: tokens of ended answers.
@@ -36,6 +37,7 @@ class _RequestTimes:
     arrived: float
     num_prompt: int
     num_open: int
+    begun: float | None = None
     first: float | None = None
     firsts: dict[int, float] = field(default_factory=dict)
     lasts: dict[int, float] = field(default_factory=dict)
@@ -88,15 +90,23 @@ class Observer:
                 self.metrics.add("request_success", label=FinishReason.ABORT)
                 self._window.aborted += 1
 
-    def stepped(self, outputs: Sequence[RequestOutput], seconds: float, now: float) -> None:
-        """An iteration of the loop took ``seconds`` and gave ``outputs``.
+    def begun(self, request_ids: Iterable[str], now: float) -> None:
+        """A step that began at ``now`` computes parts of the prompts of requests."""
+        for request_id in request_ids:
+            times = self._times.get(request_id)
+            if times is not None and times.begun is None:
+                times.begun = now
+                self.metrics.observe("request_queue_time_seconds", now - times.arrived)
+
+    def stepped(self, outputs: list[RequestOutput], seconds: float, now: float) -> None:
+        """An iteration of the loop took ``seconds`` and gave ``outputs``; a request's first record gets its time in the queue.
 
         Cost: 0.1 ms for 256 outputs; equal latencies are counted together, because most tokens of one step have the same latency.
         """
         metrics, window = self.metrics, self._window
         latencies: Counter[float] = Counter()
         num_tokens = num_verified = 0
-        for output in outputs:
+        for place, output in enumerate(outputs):
             times = self._times.get(output.request_id)
             if times is None:
                 continue
@@ -111,6 +121,8 @@ class Observer:
                     window.prompt_ends += 1
                     if times.first is None:
                         self._first_token(times, now)
+                        if times.begun is not None:
+                            outputs[place] = replace(output, queue_s=times.begun - times.arrived)
                 times.lasts[output.sample_idx] = now
             if output.finished:
                 self._finished(output, times, now)
@@ -149,6 +161,8 @@ class Observer:
     def _first_token(self, times: _RequestTimes, now: float) -> None:
         times.first = now
         self.metrics.observe("time_to_first_token_seconds", now - times.arrived)
+        if times.begun is not None:
+            self.metrics.observe("request_prefill_time_seconds", now - times.begun)
         self.metrics.add("prompt_tokens", times.num_prompt)
         self._window.first_tokens += 1
         self._window.first_token_s += now - times.arrived
@@ -165,6 +179,8 @@ class Observer:
         if times.num_open:
             return
         del self._times[output.request_id]
+        if times.first is not None:
+            metrics.observe("request_decode_time_seconds", now - times.first)
         metrics.add("request_success", label=output.finish_reason or "")
         metrics.observe("request_prompt_tokens", times.num_prompt)
         metrics.observe("request_generation_tokens", times.num_output)

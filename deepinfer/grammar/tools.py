@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from llguidance import regex_to_lark
@@ -55,6 +55,7 @@ def tool_call_grammar(
     answer_schema: object = None,
     free_text_before: bool = False,
     is_opened: bool = False,
+    loose: Collection[str] = (),
 ) -> str:
     """A Lark grammar of tool calls, for ``schema_type`` ``lark``.
 
@@ -67,6 +68,7 @@ def tool_call_grammar(
             before the calls.
         free_text_before: allow free text before calls that are required.
         is_opened: the prompt ends after the first line of the block.
+        loose: names of the tools whose schemas are not enforced: any parameters, each of them well-formed.
 
     Raises:
         RequestError: a tool or an argument is not usable.
@@ -84,7 +86,11 @@ def tool_call_grammar(
     if is_opened and (choice == "auto" or free_text_before):
         raise RequestError("is_opened excludes the choice auto and free_text_before: the block has begun, so calls must follow")
     mark = f"<[{dsml_id}]>"
-    lines = [line for number, each in enumerate(functions) for line in _call(each, number, mark)]
+    lines: list[str] = []
+    for number, each in enumerate(functions):
+        lines += _loose_call(each, number, mark) if each["name"] in loose else _call(each, number, mark)
+    if any(each["name"] in loose for each in functions):
+        lines += _any_parameter(mark)
     calls = "(" + " | ".join(f"call{number}" for number in range(len(functions))) + ")" + ("+" if parallel else "")
     lines.append(f'calls: {calls} "</" {mark} " calls>"')
     opening = f'{mark} " calls>\\n" calls'
@@ -141,8 +147,26 @@ def _call(function: Mapping[str, Any], number: int, mark: str) -> Iterator[str]:
     body = " ".join(parts)
     if all(each.endswith("?") for each in parts):  # the model writes an empty line in a call without parameters
         body = f'({body} | "\\n")' if parts else '"\\n"?'
+    yield _call_rule(name, number, body, mark)
+
+
+def _call_rule(name: str, number: int, body: str, mark: str) -> str:
     head = _text(f' invoke name="{name}">\n')
-    yield f'call{number}: "<" {mark} {head} {body} "</" {mark} " invoke>\\n"'
+    return f'call{number}: "<" {mark} {head} {body} "</" {mark} " invoke>\\n"'
+
+
+def _loose_call(function: Mapping[str, Any], number: int, mark: str) -> Iterator[str]:
+    """The rule of one tool whose schema is not enforced."""
+    yield _call_rule(function["name"], number, r'(any+ | "\n"?)', mark)
+
+
+def _any_parameter(mark: str) -> Iterator[str]:
+    """The rules of a parameter of any name and value."""
+    name, raw, value = (_text(each) for each in (' parameter name="', '" string="true">', '" string="false">'))
+    yield f'any: "<" {mark} {name} ANYNAME ({raw} ANYTEXT | {value} anyj "</") {mark} " parameter>\\n"'
+    yield "anyj: %json {}"
+    yield r'ANYNAME: /[^"<>\x00-\x1f]+/'
+    yield 'ANYTEXT: /(?s:.*)/ "</"'
 
 
 def _parameter(rule: str, key: str, values: _Values, mark: str) -> Iterator[str]:

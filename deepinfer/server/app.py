@@ -7,16 +7,18 @@ an oversized one never fills the memory.  Conversion runs in threads; the event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -42,11 +44,17 @@ from deepinfer.server.protocol import as_switch, check_known
 from deepinfer.server.stream import Disconnected, Generation, send_whole
 from deepinfer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import Tracer  # imports an extra
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _THREADS: Final = 2
 """Threads that convert bodies."""
+_FETCHING_THREADS: Final = 8
+"""Threads that convert bodies with addresses of images, which may answer slowly."""
+_ADDRESS: Final = re.compile(rb'"https?:', re.IGNORECASE)
 _OPEN_PATHS: Final = ("/", "/health", "/ready", "/live", "/version", "/metrics", "/openapi.json")
 """Paths without a key: probes, metrics, the description, and the page, which asks for the key itself."""
 _MAX_REQUEST_ID: Final = 128
@@ -63,6 +71,8 @@ class Service:
         tokenizer: the model's vocabulary.
         chat, completions: readers of bodies.
         threads: where bodies are converted.
+        tracer: makes spans of requests; None for no spans.
+        fetching_threads: where bodies with addresses are converted; None if no images are fetched.
         started_s: time of the start, in seconds of the epoch.
     """
 
@@ -73,11 +83,18 @@ class Service:
     chat: ChatReader
     completions: CompletionsReader
     threads: ThreadPoolExecutor
+    fetching_threads: ThreadPoolExecutor | None
+    tracer: Tracer | None
     started_s: int
 
 
 def make_service(
-    engine: Engine, args: ServerArgs, config: ModelConfig, tokenizer: Tokenizer, fetch: Fetch | None = None
+    engine: Engine,
+    args: ServerArgs,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    fetch: Fetch | None = None,
+    tracer: Tracer | None = None,
 ) -> Service:
     """Everything that :func:`make_app` needs.
 
@@ -93,6 +110,8 @@ def make_service(
         chat=ChatReader(Encoder(tokenizer, names), config, engine.facts, names, fetch),
         completions=CompletionsReader(tokenizer, engine.facts, names),
         threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="deepinfer-convert"),
+        fetching_threads=None if fetch is None else ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="deepinfer-fetch"),
+        tracer=tracer,
         started_s=int(time.time()),
     )
 
@@ -117,13 +136,13 @@ class Door:
         scope["app"] = self  # starlette's routes then raise an error for an unknown path or method
         begin_s, status = time.monotonic(), 0
 
-        async def tell(message: Any) -> None:  # noqa: ANN401  (an ASGI message)
+        def tell(message: Any) -> Awaitable[None]:  # noqa: ANN401  (an ASGI message)
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 told = request_id.encode("latin-1")
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", told), (b"request-id", told)]}
-            await send(message)
+            return send(message)
 
         try:
             scope["tenant"] = self._tenant(scope["path"], headers)
@@ -263,28 +282,34 @@ class _Handlers:
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Chat Completions: answer a conversation."""
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("chat", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("chat", body))
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responses: answer a conversation."""
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("responses", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("responses", body))
 
     async def message(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Messages: answer a conversation."""
-        await self._generate(scope, receive, send, lambda body: self._service.chat.read("messages", body))
+        await self._generate("chat", scope, receive, send, lambda body: self._service.chat.read("messages", body))
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Completions: continue one or several prompts."""
-        await self._generate(scope, receive, send, self._service.completions.read)
+        await self._generate("text_completion", scope, receive, send, self._service.completions.read)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]) -> None:
+    async def _generate(
+        self, operation: str, scope: Scope, receive: Receive, send: Send, read: Callable[[dict[str, Any]], Asked]
+    ) -> None:
+        """Answer a request with generated tokens; ``operation`` is its name in traces."""
         service, request = self._service, Request(scope, receive)
         if not service.engine.is_alive:
             raise StepFailed("the engine has ended; send the request to another server")
         deadline_s = min(service.args.deadline_s, _deadline(request.headers.get("x-deadline-ms")))
-        with service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
-            raw = await self._body(request)
-            asked = await self._in_thread(lambda: read(_object(raw)))
+        tracer = service.tracer
+        tracing = contextlib.nullcontext() if tracer is None else tracer.request(operation, scope["request_id"], request.headers)
+        with tracing as trace, service.gate.enter(request.headers.get("x-priority", "normal")) as ticket:
+            asked = await self._in_thread(await self._body(request), read)  # the body must not live as long as its answer
+            if trace is not None:
+                trace.sent(asked)
             generation = Generation(
                 service.engine,
                 asked,
@@ -293,6 +318,7 @@ class _Handlers:
                 salt=asked.salt or scope["tenant"],
                 ticket=ticket,
                 keep_alive_s=service.args.keep_alive_s,
+                trace=trace,
             )
             headers = {"x-deepinfer-left-out": ", ".join(asked.left_out)} if asked.left_out else {}
             await generation.run(receive, send, headers, deadline_s)
@@ -338,13 +364,15 @@ class _Handlers:
         await _json(found)(scope, receive, send)
 
     async def _convert(self, scope: Scope, receive: Receive, convert: Callable[[dict[str, Any]], T]) -> T:
-        raw = await self._body(Request(scope, receive))
-        return await self._in_thread(lambda: convert(_object(raw)))
+        return await self._in_thread(await self._body(Request(scope, receive)), convert)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._service.threads, work)
+    async def _in_thread(self, raw: bytearray, convert: Callable[[dict[str, Any]], T]) -> T:
+        """Convert a body in a thread.  A host that answers slowly delays only other bodies with addresses."""
+        fetching = self._service.fetching_threads
+        threads = fetching if fetching is not None and _ADDRESS.search(raw) else self._service.threads
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: convert(_object(raw)))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request) -> bytearray:
         """Read a JSON body of limited size.
 
         Raises:
@@ -361,16 +389,15 @@ class _Handlers:
         declared = request.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:20]) > limit:
             raise too_large
-        chunks, size = [], 0
+        body = bytearray()  # one large block of memory, which goes back to the system
         try:
             async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
+                if len(body) + len(chunk) > limit:
                     raise too_large
-                chunks.append(chunk)
+                body += chunk
         except ClientDisconnect:
             raise Disconnected from None
-        return b"".join(chunks)
+        return body
 
     # Facts.
 
@@ -433,7 +460,7 @@ class _Handlers:
         return Response(text, media_type="text/html; charset=utf-8")
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _object(raw: bytearray) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
@@ -443,8 +470,6 @@ def _object(raw: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, ValueError) as error:
         raise HttpError(400, f"the body is not JSON ({error}); send a JSON object") from error
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply; send a flatter one") from None
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is {shown(body)}, not an object; send a JSON object")
     return body

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy.typing as npt
 
 from deepinfer.engine import ipc
-from deepinfer.engine.client import EngineStats
+from deepinfer.engine.client import EngineStats, Take
 from deepinfer.request import RequestOutput, SamplingParams
 from deepinfer.server.failures import HttpError
+
+DONE: Final = b"data: [DONE]\n\n"
+"""The end of a stream of OpenAI's."""
+
+
+def data_frame(data: bytes) -> bytes:
+    """An event without a name."""
+    return b"data: " + data + b"\n\n"
 
 
 class Engine(Protocol):
@@ -25,17 +33,18 @@ class Engine(Protocol):
     def is_alive(self) -> bool:
         """Whether the engine answers requests."""
 
-    def steps(
+    async def follow(
         self,
         request_id: str,
         prompt_token_ids: npt.ArrayLike,
         params: SamplingParams,
         images: Sequence[bytes] = (),
         *,
+        take: Take,
         priority: int = 0,
         salt: bytes = b"",
-    ) -> AsyncGenerator[Sequence[RequestOutput], None]:
-        """Generate answers for one prompt; each item has the records of a step."""
+    ) -> None:
+        """Generate answers for one prompt; ``take`` gets the records of each step when they arrive."""
 
     async def stats(self) -> EngineStats:
         """The engine's counts."""
@@ -50,9 +59,8 @@ class Writer(Protocol):
 
     is_stream: bool
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer needs no more records, although the engine may make more."""
+    def is_complete(self, prompt_idx: int) -> bool:
+        """Whether the answers to a prompt need no more records, although the engine may make more."""
 
     def push(self, prompt_idx: int, records: Sequence[RequestOutput]) -> bytes:
         """Take the records of a step; returns the events that they complete, or b"" if the answer is not streamed."""
@@ -72,6 +80,7 @@ class Asked:
     """One HTTP request in the engine's terms.
 
     Attributes:
+        model: the model's name in the request.
         prompts: token ids of each prompt.
         params: sampling parameters of all prompts.
         images: encoded files, in the order of the placeholders in the only prompt.
@@ -80,6 +89,7 @@ class Asked:
         left_out: tools that only a vendor runs and that are therefore left out.
     """
 
+    model: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     writer: Writer

@@ -16,7 +16,7 @@ import re
 import secrets
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import deepseek_recipe as recipe
@@ -28,7 +28,7 @@ from deepinfer.engine.ipc import Ready
 from deepinfer.errors import CONVERSION_ERRORS, ConfigError, RequestError, reason, shown
 from deepinfer.grammar.tools import DSML
 from deepinfer.images import FORMATS, plan_image
-from deepinfer.server.answers import ChatWriter, MessagesWriter, RecipeWriter, ResponsesWriter
+from deepinfer.server.answers import ChatShape, ConversationWriter, MessagesShape, PlainTexts, Reading, ResponsesShape, Shape
 from deepinfer.server.asked import Asked
 from deepinfer.server.failures import HttpError
 from deepinfer.server.forced import Format, Rules, closed
@@ -72,6 +72,7 @@ class Encoder:
 
     Attributes:
         tokenizer: recipe's tokenizer, which stream processors decode with.
+        plain: texts of the tokens that need no stream processor.
         dsml_id, think_end_id, image_id: ids of the special tokens that the server must know.
     """
 
@@ -82,7 +83,8 @@ class Encoder:
             ConfigError: the tokenizer lacks a special token of prompts.
         """
         self.dsml_id, self.think_end_id, self.image_id = map(tokenizer.special, (DSML, THINK_END, IMAGE))
-        self._plain = tokenizer
+        self._tokenizer = tokenizer
+        self.plain = PlainTexts(tokenizer)
         special = recipe.SpecialTokens(image=IMAGE)
         self.tokenizer = recipe.Tokenizer.from_str(tokenizer.source)
         self._encoding = recipe.DeepseekV41Encoding().with_special_tokens(special).with_tokenizer(self.tokenizer)
@@ -104,9 +106,9 @@ class Encoder:
             text = rendered.prompt[at:start]
             if text.startswith(_EFFORT):
                 text, effort = text.replace(_EFFORT, f"Reasoning Effort: {effort} ", 1), None
-            ids += self._plain.encode(text)
+            ids += self._tokenizer.encode(text)
             if start < end:
-                ids.append(self._plain.special(rendered.prompt[start:end]))
+                ids.append(self._tokenizer.special(rendered.prompt[start:end]))
             at = end
         return ids
 
@@ -150,7 +152,7 @@ class _Wanted:
     format: Format | None = None
     choice: str = "auto"
     is_parallel: bool = True
-    strict: bool = False
+    strict: set[str] = field(default_factory=set)
     budget: int | None = None
     effort: int | None = None
     left_out: tuple[str, ...] = ()
@@ -197,7 +199,7 @@ class ChatReader:
             tools=definitions,
             choice=wanted.choice,
             is_parallel=wanted.is_parallel,
-            has_strict=wanted.strict,
+            strict=wanted.strict,
             format=wanted.format,
             thinking_budget=wanted.budget,
         )
@@ -218,6 +220,7 @@ class ChatReader:
             banned_token_ids=() if definitions else (self._encoder.dsml_id,),
         )
         return Asked(
+            model=str(body["model"]),
             prompts=[ids],
             params=params,
             images=images,
@@ -359,29 +362,37 @@ class ChatReader:
         parsing: recipe.ParsingOptions,
         body: dict[str, Any],
         wanted: _Wanted,
-    ) -> RecipeWriter:
+    ) -> ConversationWriter:
         answer_id, model = new_id(_PREFIXES[api]), str(body["model"])
-        common: dict[str, Any] = {
-            "answer_id": answer_id,
-            "model": model,
-            "n": wanted.n,
-            "is_stream": wanted.is_stream,
-            "has_stops": bool(parsing.stop_sequences),
-            "eos_id": self._facts.eos_token_id,
-            "has_logprobs": wanted.logprobs,
-        }
-        tokenizer = self._encoder.tokenizer
-        make = _REQUESTS[api].chunk_generator
-        if api != "responses":
-            processors = [recipe.StreamProcessor(make(converted, answer_id, model), parsing, tokenizer) for _ in range(wanted.n)]
-            if api == "chat":
-                return ChatWriter(processors, include_usage=wanted.include_usage, **common)
-            return MessagesWriter(processors, **common)
-        request = recipe.ResponsesRequest(msgspec.json.encode(body))
-        names = request.namespace_tool_map(self._encoder.options)
-        generator = make(converted, answer_id, model).with_namespace_tool_map(names).with_echo(request.echo())
-        echo = {"parallel_tool_calls": wanted.is_parallel, "metadata": wanted.metadata or {}}
-        return ResponsesWriter([recipe.StreamProcessor(generator, parsing, tokenizer)], echo=echo, **common)
+        names: Any = {}
+        match api:
+            case "chat":
+                shape: Shape = ChatShape(answer_id=answer_id, model=model, n=wanted.n, include_usage=wanted.include_usage)
+            case "messages":
+                shape = MessagesShape(answer_id=answer_id, model=model)
+            case "responses":
+                request = recipe.ResponsesRequest(msgspec.json.encode(body))
+                names = request.namespace_tool_map(self._encoder.options)
+                echo = {"parallel_tool_calls": wanted.is_parallel, "metadata": wanted.metadata or {}}
+                shape = ResponsesShape(answer_id=answer_id, model=model, echo=echo)
+        processors = []
+        for _ in range(wanted.n):
+            generator = _REQUESTS[api].chunk_generator(converted, answer_id, model)
+            if api == "responses":
+                generator = generator.with_namespace_tool_map(names).with_echo(request.echo())
+            processors.append(recipe.StreamProcessor(generator, parsing, self._encoder.tokenizer))
+        encoder, stage = self._encoder, parsing.thinking_initial_stage
+        reading = Reading(
+            plain=encoder.plain,
+            eos_id=self._facts.eos_token_id,
+            think_end_id=encoder.think_end_id,
+            dsml_id=encoder.dsml_id,
+            in_reasoning=stage is not None and stage.starts_in_reasoning(),
+            is_stream=wanted.is_stream,
+            has_stops=bool(parsing.stop_sequences),
+            has_logprobs=wanted.logprobs,
+        )
+        return ConversationWriter(shape, processors, reading)
 
 
 def check_model(body: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -503,7 +514,8 @@ def _take_tools(
         function = function_of(copied) if isinstance(copied, dict) else None
         if isinstance(function, Mapping):
             cleaned = {key: value for key, value in function.items() if key != "strict"}
-            wanted.strict |= as_switch("strict", function.get("strict"), default=False)
+            if as_switch("strict", function.get("strict"), default=False):
+                wanted.strict.add(str(function.get("name")))
             if cleaned.get(schema_key) == {}:
                 cleaned[schema_key] = {"type": "object", "properties": {}}
             if function is copied:

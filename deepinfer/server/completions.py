@@ -16,7 +16,7 @@ import msgspec
 from deepinfer.engine.ipc import Ready
 from deepinfer.errors import ContextTooLong, RequestError, shown
 from deepinfer.request import FinishReason, RequestOutput, as_whole, as_whole_numbers, is_list
-from deepinfer.server.asked import Asked
+from deepinfer.server.asked import DONE, Asked, data_frame
 from deepinfer.server.chat import check_model, new_id, take_salt
 from deepinfer.server.failures import HttpError, error_body
 from deepinfer.server.protocol import (
@@ -91,7 +91,7 @@ class CompletionsReader:
             stops=stops,
             num_logprobs=num_logprobs,
         )
-        return Asked(prompts=prompts, params=params, salt=salt, writer=writer)
+        return Asked(model=str(body["model"]), prompts=prompts, params=params, salt=salt, writer=writer)
 
     def _prompts(self, given: object) -> list[list[int]]:
         """One or several prompts, each as text or ids."""
@@ -214,10 +214,9 @@ class CompletionsWriter:
         self._num_cached = 0
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all answers have ended."""
-        return all(choice.reason is not None for choice in self._choices)
+    def is_complete(self, prompt_idx: int) -> bool:
+        """See :class:`deepinfer.server.asked.Writer`."""
+        return all(each.reason is not None for each in self._choices[prompt_idx * self._n : (prompt_idx + 1) * self._n])
 
     def push(self, prompt_idx: int, records: Sequence[RequestOutput]) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
@@ -324,12 +323,12 @@ class CompletionsWriter:
         }
 
     def _frame(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
-        return b"data: " + msgspec.json.encode({**self._head, "choices": choices, "usage": usage}) + b"\n\n"
+        return data_frame(msgspec.json.encode({**self._head, "choices": choices, "usage": usage}))
 
     def finish(self) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
         if self.is_stream:
-            return (self._frame([], self._usage()) if self._include_usage else b"") + b"data: [DONE]\n\n"
+            return (self._frame([], self._usage()) if self._include_usage else b"") + DONE
         choices = [
             _value(index, "".join(choice.texts), self._logprobs(choice.logprobs), choice.reason)
             for index, choice in enumerate(self._choices)
@@ -338,7 +337,7 @@ class CompletionsWriter:
 
     def fail(self, error: HttpError, request_id: str) -> bytes:
         """See :class:`deepinfer.server.asked.Writer`."""
-        return b"data: " + error_body(error, "openai", request_id) + b"\n\n"
+        return data_frame(error_body(error, "openai", request_id))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -73,6 +73,8 @@ def as_http(error: Exception) -> HttpError:
             return HttpError(400, str(error))
         case Overloaded():
             return HttpError(503, str(error), retry_after_s=1)
+        case RecursionError():  # only a body can be so deep
+            return HttpError(400, "the body is nested too deeply; send a flatter one")
         case EngineError():
             return HttpError(500, str(error), code="engine_failed")
         case _:

@@ -6,7 +6,7 @@ token that ends the reasoning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Rules:
         tools: functions that may be called, each with ``name`` and ``parameters``; none if calls are excluded.
         choice: ``auto``, ``required``, or the name of the function to call.
         is_parallel: whether several calls may come at once.
-        has_strict: whether the schemas of the functions are enforced although no call is required.
+        strict: names of the functions whose schemas are enforced although no call is required.
         format: format of an answer without calls.
         thinking_budget: most tokens of reasoning.
     """
@@ -40,7 +40,7 @@ class Rules:
     tools: Sequence[Mapping[str, Any]] = ()
     choice: str = "auto"
     is_parallel: bool = True
-    has_strict: bool = False
+    strict: Collection[str] = ()
     format: Format | None = None
     thinking_budget: int | None = None
 
@@ -76,7 +76,7 @@ class Rules:
 
     def _grammar(self, dsml_id: int, *, is_opened: bool) -> dict[str, Any] | None:
         answer = self.format
-        if self.tools and (self.is_forced or self.has_strict or not self.is_parallel or answer is not None):
+        if self.tools and (self.is_forced or self.strict or not self.is_parallel or answer is not None):
             if answer is not None and answer.regex is not None and not self.is_forced:
                 raise HttpError(400, "a regex format cannot be combined with tools; use a JSON schema, or leave tools out")
             schema = answer.schema if answer is not None and not self.is_forced else None
@@ -87,6 +87,7 @@ class Rules:
                 parallel=self.is_parallel,
                 answer_schema=schema,
                 is_opened=is_opened,
+                loose=() if self.is_forced else [each["name"] for each in self.tools if each["name"] not in self.strict],
             )
             return {"schema_type": "lark", "schema": text}
         if answer is None:

@@ -14,31 +14,39 @@ import ipaddress
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import deepseek_recipe as recipe
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from deepinfer.config import EngineArgs, ServerArgs, load_config
 from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.engine.loader import model_directory
 from deepinfer.errors import ConfigError, RequestError, reason
 from deepinfer.grammar.tools import DSML
-from deepinfer.server.app import Door, Service, make_admin, make_app, make_service
+from deepinfer.server.app import Service, make_admin, make_app, make_service
 from deepinfer.server.banner import banner
 from deepinfer.server.chat import THINK_END
 from deepinfer.tokenizer import EOS, Tokenizer
 
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import Tracer  # imports an extra
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_S: Final = 0.2
 """Seconds between two looks at the engine."""
 _ANSWER_S: Final = 5.0
 """Seconds for the last bytes of open answers."""
 _MAX_FETCH_BYTES: Final = 32 << 20
+_TRANSLATED: Final = ipaddress.ip_network("64:ff9b::/96")
+"""IPv6 addresses that NAT64 translates to IPv4."""
 
 
 class _Listener(uvicorn.Server):
@@ -56,8 +64,13 @@ def run_server(args: ServerArgs, engine_args: EngineArgs) -> int:
         ConfigError: settings or files are not usable.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    return run_loop(_serve(args, engine_args))
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` in the event loop that the server is made for."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(args, engine_args))
+        return runner.run(work)
 
 
 def banned_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -71,12 +84,25 @@ async def _serve(args: ServerArgs, engine_args: EngineArgs) -> int:
     tokenizer = Tokenizer.from_dir(Path(engine_args.tokenizer).expanduser() if engine_args.tokenizer else model_dir)
     config = load_config(model_dir)
     banned = dict.fromkeys([*engine_args.banned_token_ids, *banned_token_ids(tokenizer)])
+    tracer = _tracer(args)
     client = await AsyncEngineClient.start(dataclasses.replace(engine_args, banned_token_ids=tuple(banned)))
     try:
-        service = make_service(client, args, config, tokenizer, fetch_image if args.allow_image_urls else None)
+        service = make_service(client, args, config, tokenizer, fetch_image if args.allow_image_urls else None, tracer)
         return await _Lifetime(service, client, f"{engine_args.model}, {config.num_hidden_layers} layers").run()
     finally:
         await client.close()
+        if tracer is not None:
+            tracer.close()
+
+
+def _tracer(args: ServerArgs) -> Tracer | None:
+    if not args.is_traced:
+        return None
+    try:
+        from deepinfer.server.tracing import Tracer, otlp_provider
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tracing needs {error.name}, which is not installed; run pip install 'deepinfer[tracing]'") from error
+    return Tracer(otlp_provider(args.otlp_endpoint))
 
 
 class _Lifetime:
@@ -92,9 +118,9 @@ class _Lifetime:
     async def run(self) -> int:
         """Listen until the end; returns the exit code."""
         args = self._service.args
-        listeners = [_listener(make_app(self._service), args.host, args.port)]
+        listeners = [make_listener(make_app(self._service), args.host, args.port)]
         if args.admin_port is not None and args.admin_token is not None:
-            listeners.append(_listener(make_admin(self._service, args.admin_token, self.end), args.host, args.admin_port))
+            listeners.append(make_listener(make_admin(self._service, args.admin_token, self.end), args.host, args.admin_port))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end)
@@ -143,7 +169,8 @@ class _Lifetime:
         return 0
 
 
-def _listener(app: Door, host: str, port: int) -> _Listener:
+def make_listener(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
+    """The HTTP server around an application; port 0 takes a free port."""
     return _Listener(
         uvicorn.Config(
             app,
@@ -160,18 +187,22 @@ def _listener(app: Door, host: str, port: int) -> _Listener:
     )
 
 
-async def _listen(listener: _Listener) -> None:
+async def _listen(listener: uvicorn.Server) -> None:
     with contextlib.suppress(SystemExit):  # the port is in use; uvicorn has logged it
         await listener.serve()
 
 
-def fetch_image(url: str) -> bytes:
+def fetch_image(url: str, is_allowed: Callable[[str, str], bool] | None = None) -> bytes:
     """Fetch an image from a global address.
 
+    Args:
+        url: where the image is.
+        is_allowed: judges a host and an address in the place of :func:`is_global`.
+
     Raises:
-        RequestError: the address is not global, or does not answer with a file of at most 32 MiB.
+        RequestError: an address is not allowed, or does not answer with a file of at most 32 MiB.
     """
-    fetcher = recipe.ReqwestImageFetcher.with_max_bytes(_MAX_FETCH_BYTES).with_destination_filter(is_global)
+    fetcher = recipe.ReqwestImageFetcher.with_max_bytes(_MAX_FETCH_BYTES).with_destination_filter(is_allowed or is_global)
     try:
         return fetcher.fetch(url)
     except recipe.ImageError as error:
@@ -179,7 +210,13 @@ def fetch_image(url: str) -> bytes:
 
 
 def is_global(_host: str, address: str) -> bool:
-    """Whether an address belongs to the public internet; recipe calls it for every address of every redirect."""
+    """Whether an address belongs to the public internet.
+
+    recipe calls it for every address that a name has, at every redirect, and connects to the addresses that it has judged.
+    """
     found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_global and not found.is_multicast
+    if isinstance(found, ipaddress.IPv6Address):
+        if found in _TRANSLATED or found.sixtofour is not None or found.teredo is not None:
+            return False  # a gateway would pass it on to the IPv4 address inside
+        found = found.ipv4_mapped or found
+    return found.is_global and not found.is_multicast

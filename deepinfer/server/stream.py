@@ -2,7 +2,10 @@
 
 The status line goes out with the first event, so an error before it is an ordinary HTTP error.  A task waits for the client's
 disconnect during the whole request, because no server library reports it on a send.  A disconnect cancels the generation, which
-aborts the request in the engine.  Records that come while a client reads slowly are joined into one push and one send.
+aborts the request in the engine.
+
+The records of a step are written in the callback that receives them, because waking a task for each token would take a fifth of
+the server's time.  Records that come while a client reads slowly are joined into one push and one send.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Final
+import types
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Receive, Send
 
 from deepinfer.errors import EngineError, Overloaded
 from deepinfer.request import FinishReason, RequestOutput
-from deepinfer.server.asked import Asked, Engine
+from deepinfer.server.asked import Asked, Engine, Writer
 from deepinfer.server.failures import HttpError, as_http
 from deepinfer.server.gate import PRIORITIES, Ticket
+
+if TYPE_CHECKING:
+    from deepinfer.server.tracing import RequestTrace  # imports an extra
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,8 @@ EVENT_HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+_MAX_COLLECTED: Final = 256
+"""Records that are collected for one push."""
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 
@@ -36,16 +45,154 @@ class Disconnected(Exception):
     """The client has left."""
 
 
-class Generation:
-    """One generation and its answer.
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, None], waited: object) -> Generator[Any, Any, None]:
+    """What is left of a coroutine that has begun and waits for ``waited``."""
+    try:
+        while True:
+            yield waited
+            waited = coroutine.send(None)
+    except StopIteration:
+        return
+    finally:
+        coroutine.close()
+
+
+class _Events:
+    """The event stream of one answer: its status line goes out with the first event.
 
     Attributes:
-        num_tokens: output tokens so far, for the log.
+        has_begun: whether the status line was sent, or is being sent.
+        sent_s: time of the last event.
     """
 
+    def __init__(self, send: Send, headers: dict[str, str]) -> None:
+        self._send: Any = send
+        self._headers = {**headers, **EVENT_HEADERS}
+        self._opening = asyncio.Lock()
+        self._is_open = False
+        self.has_begun = False
+        self.sent_s = time.monotonic()
+
+    def put(self, events: bytes) -> Awaitable[None] | None:
+        """Send events; returns the rest of the work if the client reads slowly.
+
+        Every token comes through here.  The server library sends at once unless the connection is full, so no task is woken.
+        """
+        self.sent_s = time.monotonic()
+        message = {"type": "http.response.body", "body": events, "more_body": True}
+        sending = self._send(message) if self._is_open else self._put_first(message)
+        try:
+            waited = sending.send(None)
+        except StopIteration:
+            return None
+        return _rest(sending, waited)
+
+    async def _put_first(self, message: dict[str, object]) -> None:
+        await self._open()
+        await self._send(message)
+
+    async def end(self, events: bytes) -> None:
+        """Send the last events and end the stream."""
+        await self._open()
+        await self._send({"type": "http.response.body", "body": events})
+
+    async def _open(self) -> None:
+        async with self._opening:  # a second sender waits for the status line
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(_start(200, self._headers))
+                self._is_open = True
+
+
+class _Follower:
+    """Writes the answers to one prompt.
+
+    While a client reads slowly, records are collected.  Many of them become one push, so a waiting token takes the bytes of its
+    text and no more, and the client gets few events when it reads again.
+
+    Invariant: ``_collected`` and ``_late`` are empty unless a send waits.
+    """
+
+    def __init__(self, prompt_idx: int, writer: Writer, events: _Events, ticket: Ticket, trace: RequestTrace | None) -> None:
+        self._trace = trace
+        self._prompt_idx = prompt_idx
+        self._writer = writer
+        self._events = events
+        self._ticket = ticket
+        self._collected: list[RequestOutput] = []
+        self._late: list[bytes] = []
+        self._waiting: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def take(self, records: Sequence[RequestOutput]) -> bool:
+        """Write the records of a step, or collect them; returns whether the answers need more."""
+        self._ticket.begin()
+        if self._trace is not None:
+            self._trace.took(records)
+        for record in records:
+            if record.finished:
+                _check(record)
+        if self._error is not None:
+            raise self._error
+        if self._waiting is None:
+            self._send(self._writer.push(self._prompt_idx, records))
+        else:
+            self._collected.extend(records)
+            if len(self._collected) < _MAX_COLLECTED:
+                return True
+            self._push_collected()
+        return not self._writer.is_complete(self._prompt_idx)
+
+    def _push_collected(self) -> None:
+        if self._collected:
+            self._late.append(self._writer.push(self._prompt_idx, self._collected))
+            self._collected = []
+
+    def _send(self, made: bytes) -> None:
+        rest = self._events.put(made) if made else None
+        if rest is not None:
+            self._waiting = asyncio.ensure_future(self._catch_up(rest))
+
+    async def _catch_up(self, rest: Awaitable[None]) -> None:
+        try:
+            await rest
+            self._waiting = None
+            self._push_collected()
+            late, self._late = self._late, []
+            self._send(b"".join(late))
+        except Exception as error:
+            self._error, self._waiting = error, None
+
+    async def finish(self) -> None:
+        """Wait until everything is sent; raises the error of a send."""
+        while self._waiting is not None:
+            await self._waiting
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+
+class Generation:
+    """One generation and its answer."""
+
     def __init__(
-        self, engine: Engine, asked: Asked, *, request_id: str, priority: str, salt: bytes, ticket: Ticket, keep_alive_s: float
+        self,
+        engine: Engine,
+        asked: Asked,
+        *,
+        request_id: str,
+        priority: str,
+        salt: bytes,
+        ticket: Ticket,
+        keep_alive_s: float,
+        trace: RequestTrace | None,
     ) -> None:
+        self._trace = trace
         self._engine = engine
         self._asked = asked
         self._request_id = request_id
@@ -53,9 +200,6 @@ class Generation:
         self._salt = salt
         self._ticket = ticket
         self._keep_alive_s = keep_alive_s
-        self._has_begun = False
-        self._sent_s = time.monotonic()
-        self.num_tokens = 0
 
     async def run(self, receive: Receive, send: Send, headers: dict[str, str], deadline_s: float) -> None:
         """Generate and send the answer.
@@ -80,123 +224,80 @@ class Generation:
         work.result()
 
     async def _work(self, send: Send, headers: dict[str, str], deadline_s: float) -> None:
-        writer = self._asked.writer
-        alive = asyncio.ensure_future(self._keep_alive(send, headers)) if writer.is_stream else None
+        writer, events = self._asked.writer, _Events(send, headers)
+        alive = asyncio.ensure_future(self._keep_alive(events)) if writer.is_stream else None
         try:
             async with asyncio.timeout(None if deadline_s == float("inf") else deadline_s):
-                await self._generate(send, headers)
+                await self._follow_all(events)
+                body = writer.finish()
+                if writer.is_stream:
+                    await events.end(body)
+                else:
+                    await send_whole(send, 200, {**headers, "content-type": "application/json"}, body)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError):
                 error = HttpError(408, f"the request was not finished within its deadline of {deadline_s:g} s; allow more time")
-            if not self._has_begun:
+            if not events.has_begun:
                 raise error from None
+            if self._trace is not None:
+                self._trace.failed(error)
             if not isinstance(error, EngineError):
                 logger.exception("request %s failed", self._request_id)
-            failure = as_http(error)
-            with contextlib.suppress(RuntimeError):  # the writer's processor is closed already
-                await self._send(send, headers, writer.fail(failure, self._request_id))
-            await send({"type": "http.response.body", "body": b""})
+            await events.end(writer.fail(as_http(error), self._request_id))
         finally:
             if alive is not None:
                 alive.cancel()
             writer.close()
 
-    async def _generate(self, send: Send, headers: dict[str, str]) -> None:
-        writer = self._asked.writer
-        async with contextlib.aclosing(self._batches()) as batches:
-            async for prompt_idx, records in batches:
-                self._ticket.begin()
-                _check(records)
-                self.num_tokens += sum(record.token_id is not None for record in records)
-                events = writer.push(prompt_idx, records)
-                if events:
-                    await self._send(send, headers, events)
-                if writer.is_complete:
-                    break
-        body = writer.finish()
-        if writer.is_stream:
-            await self._send(send, headers, body)
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            await send_whole(send, 200, {**headers, "content-type": "application/json"}, body)
-
-    async def _batches(self) -> AsyncGenerator[tuple[int, Sequence[RequestOutput]], None]:
-        """The records of all prompts, each step with the index of its prompt."""
-        prompts = self._asked.prompts
-        if len(prompts) == 1:
-            async with contextlib.aclosing(self._steps(0)) as steps:
-                async for records in steps:
-                    yield 0, records
-            return
-        news: asyncio.Queue[tuple[int, Sequence[RequestOutput]] | Exception | None] = asyncio.Queue()
-
-        async def read(prompt_idx: int) -> None:
-            try:
-                async with contextlib.aclosing(self._steps(prompt_idx)) as steps:
-                    async for records in steps:
-                        news.put_nowait((prompt_idx, records))
-            except Exception as error:
-                news.put_nowait(error)
-            else:
-                news.put_nowait(None)
-
-        readers = [asyncio.ensure_future(read(prompt_idx)) for prompt_idx in range(len(prompts))]
-        num_open = len(readers)
+    async def _follow_all(self, events: _Events) -> None:
+        """Write the answers to all prompts."""
         try:
-            while num_open:
-                item = await news.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield item
+            async with asyncio.TaskGroup() as group:
+                for prompt_idx in range(len(self._asked.prompts)):
+                    group.create_task(self._follow(prompt_idx, events))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _follow(self, prompt_idx: int, events: _Events) -> None:
+        """Write the answers to one prompt."""
+        follower = _Follower(prompt_idx, self._asked.writer, events, self._ticket, self._trace)
+        try:
+            await self._engine.follow(
+                f"{self._request_id}-{prompt_idx}",
+                self._asked.prompts[prompt_idx],
+                self._asked.params,
+                self._asked.images,
+                take=follower.take,
+                priority=PRIORITIES[self._priority],
+                salt=self._salt,
+            )
+            await follower.finish()
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            follower.close()
 
-    def _steps(self, prompt_idx: int) -> AsyncGenerator[Sequence[RequestOutput], None]:
-        return self._engine.steps(
-            f"{self._request_id}-{prompt_idx}",
-            self._asked.prompts[prompt_idx],
-            self._asked.params,
-            self._asked.images,
-            priority=PRIORITIES[self._priority],
-            salt=self._salt,
-        )
-
-    async def _send(self, send: Send, headers: dict[str, str], events: bytes) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            await send(_start(200, {**headers, **EVENT_HEADERS}))
-        self._sent_s = time.monotonic()
-        await send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def _keep_alive(self, send: Send, headers: dict[str, str]) -> None:
+    async def _keep_alive(self, events: _Events) -> None:
         """Send a comment whenever nothing was sent for a while; clients skip comments."""
         while True:
-            rest_s = self._sent_s + self._keep_alive_s - time.monotonic()
+            rest_s = events.sent_s + self._keep_alive_s - time.monotonic()
             if rest_s > 0:
                 await asyncio.sleep(rest_s)
-            else:
-                await self._send(send, headers, _KEEP_ALIVE)
+            elif (rest := events.put(_KEEP_ALIVE)) is not None:
+                await rest
 
 
-def _check(records: Sequence[RequestOutput]) -> None:
-    """Raise the error that a record reports."""
-    for record in records:
-        match record.finish_reason:
-            case FinishReason.GRAMMAR_ERROR:
-                raise HttpError(400, record.message or "the answer cannot follow its grammar", code="grammar_error")
-            case FinishReason.ABORT:
-                raise Overloaded("the request was aborted, because the server shuts down; send it to another server")
-            case FinishReason.INSUFFICIENT:
-                raise Overloaded("the request was preempted, because memory was short; try again later")
-            case FinishReason.PROMPT_LENGTH_EXCEEDED:
-                raise HttpError(400, "the prompt is too long for the engine; shorten it", code="context_length_exceeded")
+def _check(record: RequestOutput) -> None:
+    """Raise the error that an answer's last record reports."""
+    match record.finish_reason:
+        case FinishReason.GRAMMAR_ERROR:
+            raise HttpError(400, record.message or "the answer cannot follow its grammar", code="grammar_error")
+        case FinishReason.ABORT:
+            raise Overloaded("the request was aborted, because the server shuts down; send it to another server")
+        case FinishReason.INSUFFICIENT:
+            raise Overloaded("the request was preempted, because memory was short; try again later")
+        case FinishReason.PROMPT_LENGTH_EXCEEDED:
+            raise HttpError(400, "the prompt is too long for the engine; shorten it", code="context_length_exceeded")
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -30,6 +30,7 @@ class FakeCore:
         return request_id in self.requests
 
     compiler = last_step = None
+    is_async = False
     refused = MappingProxyType({})
     waits_for_grammars = False
 

@@ -165,6 +165,7 @@ def test_every_field_of_a_record_crosses_the_border():
         confidence_score=0.75,
         sample_idx=1,
         message="why",
+        queue_s=0.5,
     )
     plain = RequestOutput(
         request_id="",
@@ -505,3 +506,45 @@ def test_the_core_dies_with_its_client(tmp_path):
         time.sleep(0.02)
     assert not is_running(int(pid))
     assert not Path(folder).exists()
+
+
+def test_records_that_are_taken_equal_those_of_steps():
+    async def test(client):
+        taken = []
+        await client.follow("a", [5, 6], greedy(7), take=lambda records: taken.extend(records) or True)
+        assert [each.token_id for each in taken] == await tokens(client, "b", [5, 6], greedy(7))
+        assert taken[-1].finished
+
+    with_fake(test)
+
+
+def test_a_taker_that_wants_no_more_or_fails_ends_its_request_only():
+    async def test(client):
+        other = asyncio.ensure_future(tokens(client, "other", [5, 6], greedy(200)))
+        taken = []
+        await client.follow("a", [5, 6], greedy(200), take=lambda records: bool(taken.extend(records)))
+        assert not taken[-1].finished
+
+        def fail(records):
+            raise ZeroDivisionError("its own")
+
+        with pytest.raises(ZeroDivisionError, match="its own"):
+            await client.follow("b", [5, 6], greedy(200), take=fail)
+        with pytest.raises(RequestError):
+            await client.follow("c", [], greedy(200), take=fail)
+        assert len(await other) == 200
+        assert (await client.stats()).scheduler.num_running == 0
+
+    with_fake(test)
+
+
+def test_the_death_of_the_core_ends_what_is_followed():
+    async def test(client):
+        def kill(records):
+            os.kill(client.pid, signal.SIGKILL)
+            return True
+
+        with pytest.raises(StepFailed):
+            await client.follow("a", [5, 6], greedy(200), take=kill)
+
+    with_fake(test)

@@ -125,3 +125,21 @@ def test_the_log_line_tells_accepted_lengths_where_there_are_rounds(caplog):
     plain, drafted = (each.getMessage() for each in caplog.records)
     assert "accepted length" not in plain
     assert drafted.endswith("aborted 0; accepted length 2.20 of 3.30 verified, drafts accepted by position 70 40 10 % of rounds")
+
+
+def test_the_first_record_has_the_time_in_the_queue():
+    """It ends with the first step of the prompt; prefill and decode follow."""
+    observer = Observer(Stats(), log_every=None)
+    observer.arrived(request("a", (5, 6), SamplingParams(n=2)), 1.0)
+    observer.begun(["a", "unknown"], 3.0)
+    observer.begun(["a"], 4.0)  # the second chunk of the prompt
+    outputs = [output("a", 1), output("a", 1, sample_idx=1)]
+    observer.stepped(outputs, 0.1, 5.0)
+    assert [each.queue_s for each in outputs] == [2.0, None]
+    ends = [replace(output("a", 2, sample_idx=each), finished=True, finish_reason=FinishReason.LENGTH) for each in range(2)]
+    observer.stepped(ends, 0.1, 9.0)
+    assert [each.queue_s for each in ends] == [None, None]
+    sums = observer.snapshot().sums
+    assert sums["request_queue_time_seconds"] == 2.0
+    assert sums["request_prefill_time_seconds"] == 2.0
+    assert sums["request_decode_time_seconds"] == 4.0

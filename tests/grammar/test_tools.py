@@ -124,6 +124,23 @@ def test_values_are_raw_strings_or_json(name, valid, invalid, judge):
     assert judge(texts(invalid)) == [False] * len(invalid)
 
 
+def test_a_loose_tool_takes_any_parameters_that_are_well_formed(judge):
+    loose = {"name": "loose", "parameters": {"type": "object", "minProperties": 3}}  # a schema that cannot be enforced
+    anything = block(call("loose", parameter("b", "</x>\n<"), parameter("a", '{"c": [1]}', False)))
+    texts = [
+        anything,
+        block(call("loose")),
+        block(call("loose", "\n"), call("now")),
+        block(call("loose", parameter("a", "{", False))),
+        block(call("other", parameter("a", "x"))),
+        block(call("loose", parameter('a"', "x"))),
+        weather(parameter("extra", 3, False)),
+        weather(parameter("days", 3, False)),
+    ]
+    judged = judge(texts, tools=(WEATHER, loose, NOW), choice="auto", loose=["loose"])
+    assert judged == [True, True, True, False, False, False, False, True]
+
+
 def test_choices(judge):
     now, two = block(call("now")), block(call("now"), call("now"))
     assert judge([now, two, weather(), "hi"], choice="now") == [True, True, False, False]

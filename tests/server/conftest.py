@@ -16,20 +16,33 @@ SIZES = ["--max-model-len", "16384", "--max-num-seqs", "8", "--num-drafts", "2"]
 
 
 class Program:
-    """``deepinfer serve`` as a process."""
+    """``deepinfer serve`` as a process, which ends with its ``with`` statement at the latest."""
 
-    def __init__(self, *options):
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+    def __init__(self, *options, **variables):
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         self.process = subprocess.Popen(
             [*SERVE, *SIZES, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         )
-        self.banner = ""
-        while "  try " not in self.banner:
-            line = self.process.stdout.readline()
-            assert line, self.process.stderr.read()
-            self.banner += line
-        self.url = re.search(r"page +(http://\S+)/", self.banner)[1]
+        try:
+            self.banner = ""
+            while "  try " not in self.banner:
+                line = self.process.stdout.readline()
+                assert line, self.process.stderr.read()
+                self.banner += line
+            self.url = re.search(r"page +(http://\S+)/", self.banner)[1]
+        except BaseException:
+            self.__exit__()
+            raise
         os.set_blocking(self.process.stderr.fileno(), False)  # the log is read at the end only
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        self.process.kill()
+        self.process.wait(30)
+        self.process.stdout.close()
+        self.process.stderr.close()
 
     def end(self, number=signal.SIGTERM):
         """Send a signal, and return the exit code and the log."""
@@ -38,18 +51,16 @@ class Program:
 
     def wait(self):
         self.process.wait(30)
-        self.process.stdout.close()
-        with self.process.stderr:
-            return self.process.returncode, self.process.stderr.read()
+        return self.process.returncode, self.process.stderr.read()
 
 
 @pytest.fixture(scope="session")
 def program():
     """``nano`` behind the program that users start."""
-    made = Program()
-    yield made
-    code, log = made.end()
-    assert code == 0, log
+    with Program() as made:
+        yield made
+        code, log = made.end()
+        assert code == 0, log
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,12 @@ class ScriptedEngine:
             )
         return found
 
+    async def follow(self, *args, take, **kwargs):
+        async with contextlib.aclosing(self.steps(*args, **kwargs)) as steps:
+            async for records in steps:
+                if not take(records):
+                    return
+
     async def stats(self):
         return EngineStats(scheduler=None, metrics=Metrics().snapshot())
 

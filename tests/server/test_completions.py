@@ -3,8 +3,9 @@
 import openai
 import pytest
 
+from deepinfer.request import RequestOutput
 from deepinfer.server.completions import StopFinder
-from tests.server.scripted import TOKENIZER
+from tests.server.scripted import TOKENIZER, ids_of
 
 ASK = {"model": "nano", "prompt": "ab"}
 
@@ -121,3 +122,20 @@ def test_a_stop_finder_never_gives_a_part_of_a_stop_string_away():
                     found += finder.push(text[at : at + size])
             assert found + finder.finish() == text[:first], (stops, size)
     assert TOKENIZER.decode([100]) == "a"
+
+
+def test_a_prompt_whose_stop_string_came_needs_no_more_records(server):
+    body = {"model": "nano", "prompt": [[5, 6], [7, 8]], "stop": "l"}
+    writer = server.service.completions.read(body).writer
+    for token_id in ids_of("hel"):
+        writer.push(0, [record(token_id)])
+    writer.push(1, [record(ids_of("h")[0])])
+    assert writer.is_complete(0)
+    assert not writer.is_complete(1)
+
+
+def record(token_id):
+    return RequestOutput(
+        request_id="a", prompt_len=2, token_id=token_id, finished=False, finish_reason=None, num_output_tokens=1,
+        max_num_batched_tokens=99,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -187,12 +188,12 @@ def test_an_abort_frees_the_engine_at_once(program):
         time.sleep(0.05)
 
 
-def open_stream(url, body):
+def open_stream(url, body, headers=None, path="/v1/chat/completions"):
     """A stream in a thread; returns the thread and its list of bytes."""
     got, begun = [], threading.Event()
 
     def read():
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}{path}", json=body, headers=headers, timeout=60) as answer:
             for piece in answer.iter_bytes():
                 got.append(piece)
                 begun.set()
@@ -204,34 +205,67 @@ def open_stream(url, body):
 
 
 def test_a_drain_finishes_streams_and_a_second_signal_aborts_them():
-    made = Program("--drain-s", "60")
     endless = ASK | {"stream": True, "max_tokens": 12000, "ignore_eos": True}
-    thread, got = open_stream(made.url, endless)
-    short, all_of_it = open_stream(made.url, endless | {"max_tokens": 20})
-    made.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert httpx.get(f"{made.url}/ready").status_code == 503
-    assert httpx.post(f"{made.url}/v1/chat/completions", json=ASK).status_code == 503
-    short.join(60)
-    assert b"".join(all_of_it).endswith(b"data: [DONE]\n\n")
-    made.process.send_signal(signal.SIGTERM)
-    code, _ = made.wait()
-    thread.join(10)
-    assert code == 0
+    with Program("--drain-s", "60") as made:
+        thread, got = open_stream(made.url, endless)
+        short, all_of_it = open_stream(made.url, endless | {"max_tokens": 20})
+        made.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert httpx.get(f"{made.url}/ready").status_code == 503
+        assert httpx.post(f"{made.url}/v1/chat/completions", json=ASK).status_code == 503
+        short.join(60)
+        assert b"".join(all_of_it).endswith(b"data: [DONE]\n\n")
+        assert made.end()[0] == 0
+        thread.join(10)
     assert b'"error"' in got[-1]
 
 
-def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_1():
-    made = Program()
-    thread, got = open_stream(made.url, ASK | {"stream": True, "max_tokens": 12000, "ignore_eos": True})
-    children = subprocess.run(
-        ["pgrep", "-P", str(made.process.pid), "-f", "deepinfer.engine.process"], capture_output=True, text=True, check=True
-    )
-    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
-    code, _ = made.wait()
-    thread.join(10)
-    assert code == 1
-    assert b'"error"' in b"".join(got)
+@pytest.mark.slow
+def test_the_admin_api_drains_with_an_open_stream():
+    """The token comes from the environment, so no other user of the machine sees it."""
+    with Program("--admin-port", str(free_port()), DEEPINFER_ADMIN_TOKEN="secret", DEEPINFER_API_KEY="one,two") as made:
+        headers = {"authorization": "Bearer two"}
+        assert httpx.post(f"{made.url}/v1/chat/completions", json=ASK).status_code == 401
+        body = ASK | {"stream": True, "max_tokens": 60, "ignore_eos": True}
+        thread, got = open_stream(made.url, body, headers)
+        admin = made.url.rpartition(":")[0] + ":" + made.process.args[made.process.args.index("--admin-port") + 1]
+        assert httpx.post(f"{admin}/drain").status_code == 401
+        assert httpx.post(f"{admin}/drain", headers={"authorization": "Bearer secret"}).json() == {"draining": True}
+        code, _ = made.wait()
+        thread.join(10)
+        assert b"".join(got).endswith(b"data: [DONE]\n\n")
+        assert code == 0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_dead_engine_ends_every_stream_with_an_error_and_the_server_with_1():
+    bodies = {
+        "/v1/chat/completions": ASK,
+        "/v1/completions": {"model": "random", "prompt": [[5, 6], [7, 8]]},
+        "/v1/responses": {"model": "random", "input": "hi"},
+        "/v1/messages": ASK,
+    }
+    fields = {"stream": True, "ignore_eos": True}
+    limits = {"/v1/responses": {"max_output_tokens": 12000}}
+    with Program() as made:
+        streams = [
+            open_stream(made.url, body | fields | limits.get(path, {"max_tokens": 12000}), path=path)
+            for path, body in bodies.items()
+        ]
+        children = subprocess.run(
+            ["pgrep", "-P", str(made.process.pid), "-f", "deepinfer.engine.process"], capture_output=True, text=True, check=True
+        )
+        os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+        code, _ = made.wait()
+        assert code == 1
+        for thread, got in streams:
+            thread.join(10)
+            last = json.loads(b"".join(got).rpartition(b"data: ")[2])
+            assert (last.get("error") or last["response"]["error"])["message"]
 
 
 def test_settings_that_cannot_work_are_one_sentence():
