@@ -71,9 +71,12 @@ class StateSaver:
         if is_copied and saving.position <= state.num_computed_tokens:
             floor = state.decoder_floor if self._limits.decoder_keep_tokens else None
             self._kv.saved(state.holding, state.chain, saving.position, decoder_floor=floor)
-            saving.is_done, state.saving = True, None
+            saving.is_done = True
         elif saving.num_in_flight == 0 and not is_copied and not saving.is_done:
             self._kv.unsaved(state.holding)
+        else:
+            return
+        if state.saving is saving:
             state.saving = None
 
     def _slot(self, state: RequestState, end: int, *, is_slot_wanted: bool) -> int | None:

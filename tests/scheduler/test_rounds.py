@@ -360,6 +360,23 @@ def test_position_that_a_round_without_a_slot_passed_is_not_taken_for_saved():
     world.drain()
 
 
+def test_rounds_go_on_saving_at_one_position_after_a_chunk_before_them_saved():
+    """The second round has a greater reach, but it still saves at 12, because the first may stop before 12."""
+    accepted = iter([0, 3])
+    world = world_of(is_async=True, num_drafts=3, num_slots=9, accept=lambda count: min(count, next(accepted, 0)))
+    world.add("a", words(8), 30, ignore_eos=True)
+    (chunk,), (first,) = run_ahead(world).chunks, run_ahead(world).rounds
+    assert chunk.save_to is not None
+    assert first.save_at == 12
+    world.commit()
+    (second,) = run_ahead(world).rounds
+    assert (second.save_to, second.save_at) == (first.save_to, 12)
+    world.commit()
+    world.commit()
+    assert state_found(world, world.told("a")) == 12
+    world.drain()
+
+
 @pytest.mark.parametrize("offset", range(DRAFTS + 1))
 def test_state_copied_behind_a_stop_is_never_found(offset):
     """The device does not know about stops and always copies the state at the end of the page."""
