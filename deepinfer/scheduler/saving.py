@@ -57,21 +57,26 @@ class StateSaver:
         state.saving.num_in_flight += 1
         return state.saving
 
-    def commit(self, state: RequestState, saving: Saving, *, is_copied: bool) -> None:
-        """Let a saved state be found if its position was reached.  Give its slot back if no round can reach it any more.
+    def commit(self, state: RequestState, saving: Saving, *, start: int, end: int) -> None:
+        """Let a saved state be found if this chunk or round copied it.  Give its slot back if nothing in flight can copy it.
 
         Args:
-            is_copied: whether the device copied the state.  The device also counts tokens after the end of the request.
+            start, end: tokens that the device had computed before and after the chunk or round.  The device also counts tokens
+                after the end of the request.
         """
         assert state.holding is not None, "a committed request runs"
         saving.num_in_flight -= 1
-        if saving.position <= state.num_computed_tokens:
-            if not saving.is_done:
-                floor = state.decoder_floor if self._limits.decoder_keep_tokens else None
-                self._kv.saved(state.holding, state.chain, saving.position, decoder_floor=floor)
-                saving.is_done, state.saving = True, None
-        elif saving.num_in_flight == 0 and not is_copied:
+        # A round in flight that does not save here may pass the position first.  Later rounds then copy nothing.
+        is_copied = start < saving.position <= end
+        if is_copied and saving.position <= state.num_computed_tokens:
+            floor = state.decoder_floor if self._limits.decoder_keep_tokens else None
+            self._kv.saved(state.holding, state.chain, saving.position, decoder_floor=floor)
+            saving.is_done = True
+        elif saving.num_in_flight == 0 and not is_copied and not saving.is_done:
             self._kv.unsaved(state.holding)
+        else:
+            return
+        if state.saving is saving:
             state.saving = None
 
     def _slot(self, state: RequestState, end: int, *, is_slot_wanted: bool) -> int | None:

@@ -452,8 +452,8 @@ class Scheduler:
         if state.num_computed_tokens >= state.num_published_tokens + self._page_tokens:
             self._publish(state)
         if entry.saving is not None:
-            num_new = len(result.sampled[request_id].token_ids) if entry.max_drafts else 1
-            self._saver.commit(state, entry.saving, is_copied=before + num_new >= entry.saving.position)
+            end = entry.end or before + len(result.sampled[request_id].token_ids)
+            self._saver.commit(state, entry.saving, start=before, end=end)
         if new and (reason := new[-1].finish_reason) is not None:
             self._end(state, reason)
         return new

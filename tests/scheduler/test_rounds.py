@@ -326,6 +326,57 @@ def test_state_of_rounds_ahead_is_found_when_one_reached_the_end_of_the_page_and
     world.drain()
 
 
+def test_position_that_an_older_round_passed_after_its_own_is_not_taken_for_saved():
+    """Position 8 is saved while a round for 8 is in flight; that round reaches 12, and the next round starts there."""
+    world = world_of(is_async=True, num_drafts=2, num_slots=9, accept=lambda count: count)
+    decode(world, "a", prompt=6)
+    (first,), (second,) = run_ahead(world).rounds, run_ahead(world).rounds
+    assert first.save_at == second.save_at == 8
+    world.commit()
+    (third,) = run_ahead(world).rounds
+    assert third.save_at == 12
+    assert world.worker.anchors[third.slot] == 15, "it started at 12"
+    world.commit()
+    world.commit()
+    assert state_found(world, world.told("a")) == 8, "the slot still holds the state before"
+    world.add("b", world.told("a") + [WORD] * world.kv.margin)
+    world.drain()
+
+
+def test_position_that_a_round_without_a_slot_passed_is_not_taken_for_saved():
+    world = world_of(is_async=True, num_drafts=1, num_slots=3, accept=lambda count: count)
+    decode(world, "a", "b", prompt=6)
+    first, _ = run_ahead(world).rounds
+    assert first.save_to is None
+    world.abort("b")
+    (second,) = run_ahead(world).rounds
+    assert second.save_to is not None
+    assert second.save_at == 8
+    assert world.worker.anchors[second.slot] == 10, "it started at 8"
+    world.commit()
+    world.commit()
+    assert state_found(world, world.told("a")) == 0
+    world.add("c", world.told("a") + [WORD] * world.kv.margin)
+    world.drain()
+
+
+def test_rounds_go_on_saving_at_one_position_after_a_chunk_before_them_saved():
+    """The second round has a greater reach, but it still saves at 12, because the first may stop before 12."""
+    accepted = iter([0, 3])
+    world = world_of(is_async=True, num_drafts=3, num_slots=9, accept=lambda count: min(count, next(accepted, 0)))
+    world.add("a", words(8), 30, ignore_eos=True)
+    (chunk,), (first,) = run_ahead(world).chunks, run_ahead(world).rounds
+    assert chunk.save_to is not None
+    assert first.save_at == 12
+    world.commit()
+    (second,) = run_ahead(world).rounds
+    assert (second.save_to, second.save_at) == (first.save_to, 12)
+    world.commit()
+    world.commit()
+    assert state_found(world, world.told("a")) == 12
+    world.drain()
+
+
 @pytest.mark.parametrize("offset", range(DRAFTS + 1))
 def test_state_copied_behind_a_stop_is_never_found(offset):
     """The device does not know about stops and always copies the state at the end of the page."""

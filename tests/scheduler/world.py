@@ -90,7 +90,8 @@ class World:
 
     @property
     def alive(self):
-        return [name for name in self.requests if name not in self.ended]
+        """Unfinished requests.  The record of a request that has just ended may still come."""
+        return [name for name in self.requests if self.scheduler.is_unfinished(name)]
 
     def told(self, name):
         """Prompt and committed output of a request."""
