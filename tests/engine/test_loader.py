@@ -132,7 +132,8 @@ def test_a_worker_is_timed_and_left_as_it_was(seed):
 def planner_of(monkeypatch, **given):
     """The scheduler of an engine with these settings, and the model's configuration; the worker cannot compute."""
     args, config = EngineArgs(**{**SMALL, "max_model_len": 1024, **given}), named_config("random")
-    worker = SimpleNamespace(layout=loader._layout(args, config), num_pages=100, num_slots=10)
+    model = SimpleNamespace(device="cpu")
+    worker = SimpleNamespace(layout=loader._layout(args, config), num_pages=100, num_slots=10, model=model)
     monkeypatch.setattr(loader, "_build_worker", lambda *_, **__: worker)
     core = load(args, progress=False).core
     core.close()
