@@ -610,8 +610,9 @@ def bench() -> None:
     help="Busy loops that run during a second measurement.",
 )
 @_num_drafts
-def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: int, num_drafts: int) -> None:
-    """Measure tokens/s of prefill and decode, their lower bounds, and the time by op family.
+@click.option("--peer", "with_peer", is_flag=True, help="Compare with transformers' model of the same widths (extra `bench`).")
+def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: int, num_drafts: int, with_peer: bool) -> None:
+    """Measure tokens/s of prefill and decode, calls and bytes of a step, lower bounds, and the time by op family.
 
     It measures the network, so drafts are off by default.  With --num-drafts it also measures rounds of speculation and the share
     of drafting.  With --busy it measures the steps again while that many other processes compute: with the engine's choice of
@@ -620,7 +621,15 @@ def steps(model: str, device: str, prompt_tokens: int, repeats: int, num_busy: i
     from deepinfer.bench.steps import run_steps
 
     click.echo(
-        run_steps(model, device=device, prompt_tokens=prompt_tokens, repeats=repeats, num_drafts=num_drafts, num_busy=num_busy)
+        run_steps(
+            model,
+            device=device,
+            prompt_tokens=prompt_tokens,
+            repeats=repeats,
+            num_drafts=num_drafts,
+            num_busy=num_busy,
+            with_peer=with_peer,
+        )
     )
 
 

@@ -10,6 +10,7 @@ A step whose work is done already costs nothing.  The steps are:
 3. The requirements in pyproject.toml: build requirements, dependencies, the extras ``server`` and ``dev``.  pip downloads
    only missing packages, so a machine that has all of them needs no network.  Without network, extras may be missing.
 4. The project itself, editable.  The setuptools of step 3 builds it without an isolated build, so this step downloads nothing.
+5. The kernels of this processor, compiled into the user's cache.  Without this step the first command compiles them.
 
 The file uses the syntax of Python 3.8, so that an older interpreter than we need gets a message, not a syntax error.
 """
@@ -45,6 +46,8 @@ def main() -> None:
     say("installing deepinfer itself, editable")
     if not pip("--no-deps", "--no-build-isolation", "--editable", str(ROOT)):
         stop("the project could not be installed; pip's message above says why")
+    say("compiling the kernels of this processor")
+    subprocess.call([str(VENV_PYTHON), "-c", "from deepinfer.ops import cpu; cpu.is_available()"], cwd=str(ROOT))
     READY.touch()
     say(f"ready: {VENV_PYTHON.relative_to(ROOT)}")
 

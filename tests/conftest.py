@@ -1,6 +1,7 @@
 """Options, skips and fixtures that all tests share."""
 
 import os
+import sys
 import zlib
 
 import hypothesis
@@ -39,6 +40,18 @@ def _num_devices():
     import torch  # here, so that tests without tensors start fast
 
     return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starting_backend():
+    """Every module starts with the backend that an engine binds on this machine; tests of operators begin with the reference."""
+    if "torch" not in sys.modules:  # a test without tensors
+        yield
+        return
+    from deepinfer.ops import cpu, op
+
+    op.bind(cpu.NAME if not _num_devices() and cpu.is_available() else op.REFERENCE)
+    yield
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 The floor of a step is a lower bound of its time.  It is the larger of (weight bytes that the step must read / memory bandwidth)
 and (operations in its matrix products / matrix rate).  Bandwidth and rate are measured in the same run on the same device with
-plain library calls.
+plain library calls.  The bytes are those of the bound backend's layout.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 from tabulate import tabulate
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepinfer.bench.peer import measure_peer
 from deepinfer.config import EngineArgs, ModelConfig
 from deepinfer.engine.loader import load
 from deepinfer.executor.clock import StepClock
 from deepinfer.executor.team import Team
 from deepinfer.executor.worker import Worker
 from deepinfer.model.progress import progress_bar
-from deepinfer.ops import arithmetic
-from deepinfer.ops.op import REFERENCE, bind, registered
+from deepinfer.ops import arithmetic, cpu
+from deepinfer.ops.op import bind, bound, registered
 from deepinfer.request import SamplingParams
 from deepinfer.step import Chunk, StepPlan
 
@@ -50,6 +52,7 @@ class FamilyClock:
     """Exclusive time of each op family: the time of an operator does not include the operators that it calls."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_calls: int = 0
     _inner: list[float] = field(default_factory=list)
 
     def wrap(self, family: str, body: Callable[..., Any], synchronize: Callable[[], None]) -> Callable[..., Any]:
@@ -58,6 +61,7 @@ class FamilyClock:
         @functools.wraps(body)
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self._inner.append(0.0)
+            self.num_calls += 1
             start = time.perf_counter()
             result = body(*args, **kwargs)
             synchronize()
@@ -79,6 +83,8 @@ class Measurement:
         tokens: tokens of a step.
         step_seconds: time of every timed step.
         floor_seconds: see the module's docstring.
+        num_bytes: weight bytes that a step must read.
+        num_operators, num_calls: calls of operators and of torch in one step.
         families: op family -> seconds of one step, from a separate step with timers; "other" is the time outside operators.
     """
 
@@ -86,6 +92,9 @@ class Measurement:
     tokens: int
     step_seconds: tuple[float, ...]
     floor_seconds: float
+    num_bytes: float
+    num_operators: int
+    num_calls: int
     families: dict[str, float]
 
 
@@ -127,29 +136,68 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(bytes_per_second=big.numel() * 4 / memory, flop_per_second=2 * 2048**3 / matrix)
 
 
-def _linear_weights(config: ModelConfig) -> tuple[int, int, int]:
-    """Numbers of weights in matrix products: all layers without routed experts and head, one routed expert, the head."""
-    d, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
-    expert = 3 * d * config.moe_intermediate_size
-    attention = d * (config.q_lora_rank + width) + config.q_lora_rank * heads * width
-    attention += config.o_lora_rank * heads * width + config.o_groups * config.o_lora_rank * d
-    n = config.hc_mult
-    each = attention + expert + config.n_routed_experts * d + 2 * (2 * n + n * n) * n * d
-    total = config.num_hidden_layers * each
-    total += len(config.engram_layer_ids) * config.engram_columns * config.engram_head_dim * (n + 1) * d
-    total += len(config.index_source_layer_ids) * config.index_n_heads * (config.index_head_dim * config.q_lora_rank + d)
-    for layer in config.kv_source_layer_ids:
-        total += config.ratio(layer) * width * d + config.index_head_dim * width
-    return total, expert, config.vocab_size * d
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Numbers of weights in matrix products.
+
+    Attributes:
+        quantised: FP8 weights of all layers.
+        wide: unquantised weights of all layers: hyper-connections, routers, compressors, head weights of indexers.
+        expert: FP4 weights of one routed expert.
+        head: weights of the LM head.
+    """
+
+    quantised: int
+    wide: int
+    expert: int
+    head: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> _Weights:
+        d, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
+        expert = 3 * d * config.moe_intermediate_size
+        attention = d * (config.q_lora_rank + width) + config.q_lora_rank * heads * width
+        attention += config.o_lora_rank * heads * width + config.o_groups * config.o_lora_rank * d
+        n = config.hc_mult
+        wide = config.num_hidden_layers * (config.n_routed_experts * d + 2 * (2 * n + n * n) * n * d)
+        quantised = config.num_hidden_layers * (attention + expert)
+        quantised += len(config.engram_layer_ids) * config.engram_columns * config.engram_head_dim * (n + 1) * d
+        quantised += len(config.index_source_layer_ids) * config.index_n_heads * config.index_head_dim * config.q_lora_rank
+        wide += len(config.index_source_layer_ids) * config.index_n_heads * d
+        for layer in config.kv_source_layer_ids:
+            wide += config.ratio(layer) * width * d + config.index_head_dim * width
+        return cls(quantised=quantised, wide=wide, expert=expert, head=config.vocab_size * d)
 
 
-def _floor(config: ModelConfig, tokens: int, num_logits: int, element_bytes: int, ceilings: Ceilings) -> float:
-    dense, expert, head = _linear_weights(config)
+def _step_bytes(config: ModelConfig, tokens: int, device: torch.device) -> float:
+    """Weight bytes that a step must read, in the layout of the bound backend."""
+    weights = _Weights.of(config)
     picks = tokens * config.num_experts_per_tok * config.num_hidden_layers
     experts_hit = min(picks, config.n_routed_experts * config.num_hidden_layers)
-    flop = 2 * (tokens * dense + picks * expert + num_logits * head)
-    read = element_bytes * (dense + experts_hit * expert + head)
-    return max(flop / ceilings.flop_per_second, read / ceilings.bytes_per_second)
+    dense = arithmetic.gemm_dtype(device).itemsize
+    fp8, fp4 = (1, 17 / 32) if bound() == cpu.NAME else (dense, dense)  # FP4 has a byte of scale for 32 weights
+    return fp8 * weights.quantised + 4 * weights.wide + fp4 * experts_hit * weights.expert + 4 * weights.head
+
+
+def _floor(config: ModelConfig, tokens: int, num_logits: int, num_bytes: float, ceilings: Ceilings) -> float:
+    weights = _Weights.of(config)
+    picks = tokens * config.num_experts_per_tok * config.num_hidden_layers
+    flop = 2 * (tokens * (weights.quantised + weights.wide) + picks * weights.expert + num_logits * weights.head)
+    return max(flop / ceilings.flop_per_second, num_bytes / ceilings.bytes_per_second)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Requests:
@@ -214,7 +262,14 @@ def _busy_loops(count: int) -> Iterator[None]:
 
 
 def run_steps(
-    model: str, *, device: str = "auto", prompt_tokens: int = 2048, repeats: int = 7, num_drafts: int = 0, num_busy: int = 0
+    model: str,
+    *,
+    device: str = "auto",
+    prompt_tokens: int = 2048,
+    repeats: int = 7,
+    num_drafts: int = 0,
+    num_busy: int = 0,
+    with_peer: bool = False,
 ) -> str:
     """Measure and render a table.
 
@@ -225,6 +280,7 @@ def run_steps(
         repeats: timed steps of each scenario.
         num_drafts: drafts of a round; 0 measures the network alone, which the floors and the shares describe.
         num_busy: other processes that compute during a second measurement; 0 leaves it out.
+        with_peer: also measure transformers' model of the same widths.
     """
     args = EngineArgs(
         model=model,
@@ -238,6 +294,8 @@ def run_steps(
     core = load(args).core
     results, ceilings = core.executor.call(lambda: _measure(core.executor.worker, prompt_tokens, repeats))
     table = _render(results, ceilings, core.executor.worker.model.device)
+    if with_peer:
+        table += "\n\n" + core.executor.call(lambda: _compare(core.executor.worker, results, prompt_tokens, repeats))
     if num_busy:
         table += "\n\n" + core.executor.call(
             lambda: _measure_busy(core.executor.worker, results, prompt_tokens, min(repeats, _BUSY_REPEATS), num_busy)
@@ -264,10 +322,9 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
     where = worker.model.device
     synchronize = _synchronizer(where)
     ceilings = measure_ceilings(where)
-    element_bytes = arithmetic.gemm_dtype(where).itemsize
-    clock = FamilyClock()
+    clock, backend = FamilyClock(), bound()
     for name, each in registered().items():
-        each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[REFERENCE], synchronize)
+        each.implementations["timed"] = clock.wrap(name.split(".")[0], each.implementations[backend], synchronize)
 
     results, scenarios = [], _scenarios(prompt_tokens)
     with progress_bar(len(scenarios) * (repeats + 2), unit="step", desc="measuring") as bar:
@@ -283,18 +340,26 @@ def _measure(worker: Worker, prompt_tokens: int, repeats: int) -> tuple[list[Mea
             bind("timed")
             for plan in _plans(worker, count, context, tokens, 1):
                 clock.seconds.clear()
+                clock.num_calls = 0
                 start = time.perf_counter()
                 worker.launch(plan).result()
                 total = time.perf_counter() - start
-            bind(REFERENCE)
+            bind(backend)
+            for plan in _plans(worker, count, context, tokens, 1):
+                with _Calls() as calls:
+                    worker.launch(plan).result()
             bar.update()
+            num_bytes = _step_bytes(worker.config, count * tokens, where)
             families = {**clock.seconds, "other": total - sum(clock.seconds.values())}
             results.append(
                 Measurement(
                     name=name,
                     tokens=count * tokens,
                     step_seconds=tuple(seconds),
-                    floor_seconds=_floor(worker.config, count * tokens, count, element_bytes, ceilings),
+                    floor_seconds=_floor(worker.config, count * tokens, count, num_bytes, ceilings),
+                    num_bytes=num_bytes,
+                    num_operators=clock.num_calls,
+                    num_calls=calls.count,
                     families=families,
                 )
             )
@@ -356,6 +421,21 @@ def _measure_rounds(worker: Worker, context: int, repeats: int, num_drafts: int)
     return f"{title}\n\n{tabulate(lines, headers=headers)}"
 
 
+def _compare(worker: Worker, results: list[Measurement], prompt_tokens: int, repeats: int) -> str:
+    """Time the peer, and say how many times as fast the engine is."""
+    found = measure_peer(worker.config, _scenarios(prompt_tokens), worker.model.device, repeats)
+    lines = []
+    for ours, theirs in zip(results, found, strict=True):
+        rate = ours.tokens / statistics.median(ours.step_seconds)
+        low, high = min(theirs.seconds), max(theirs.seconds)
+        spread = f"{low * 1e3:.1f} … {high * 1e3:.1f}"
+        lines.append(
+            [ours.name, f"{rate:,.0f}", f"{theirs.tokens_per_second:,.0f}", spread, f"{rate / theirs.tokens_per_second:.2f}"]
+        )
+    headers = ["tokens/s", "this engine", "transformers", "its step, ms", "times as fast"]
+    return f"transformers' DeepSeek-V4 of the same widths, bf16, same threads:\n\n{tabulate(lines, headers=headers)}"
+
+
 def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device) -> str:
     names = sorted({family for each in results for family in each.families} - {"other"})
     lines = []
@@ -368,6 +448,9 @@ def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device
                 f"{each.tokens / median:,.0f}",
                 f"{median * 1e3:.1f}",
                 f"{low * 1e3:.1f} … {high * 1e3:.1f}",
+                f"{each.num_operators:,}",
+                f"{each.num_calls:,}",
+                f"{each.num_bytes / 1e6:.1f}",
                 f"{each.floor_seconds * 1e3:.2f}",
                 f"{each.floor_seconds / median:.1%}",
             ]
@@ -377,12 +460,23 @@ def _render(results: list[Measurement], ceilings: Ceilings, device: torch.device
         for each in results
     ]
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    headers = [
+        "scenario",
+        "tokens/s",
+        "step ms, median",
+        "min … max",
+        "operators",
+        "torch calls",
+        "MB",
+        "floor ms",
+        "share of floor",
+    ]
     return "\n".join(
         [
-            f"{what}; torch {torch.__version__}; reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
+            f"{what}; backend {bound()}; torch {torch.__version__}; reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
             f"{arithmetic.gemm_dtype(device)} products {ceilings.flop_per_second / 1e9:,.0f} GFLOP/s",
             "",
-            tabulate(lines, headers=["scenario", "tokens/s", "step ms, median", "min … max", "floor ms", "share of floor"]),
+            tabulate(lines, headers=headers),
             "",
             tabulate(shares, headers=["time by op family", *names, "other"]),
         ]

@@ -35,6 +35,7 @@ from deepinfer.model.drafter import Drafter
 from deepinfer.model.flash import Flash
 from deepinfer.model.inventory import rank_memory
 from deepinfer.model.vision import VisionTower
+from deepinfer.ops import cpu
 from deepinfer.ops.op import REFERENCE, bind
 from deepinfer.scheduler.budget import CostCurve, DraftBudget
 from deepinfer.scheduler.limits import Limits
@@ -100,6 +101,11 @@ def _pick_device(name: str) -> torch.device:
             "use cpu, or a machine and a build of torch that have it"
         )
     return torch.device(name)
+
+
+def _pick_backend(device: torch.device) -> str:
+    """The kernels of this machine's processor where they can be compiled, else the reference."""
+    return cpu.NAME if device.type == "cpu" and cpu.is_available() else REFERENCE
 
 
 def _num_slots(args: EngineArgs) -> int:
@@ -315,7 +321,7 @@ def _step_times(args: EngineArgs, config: ModelConfig, executor: Executor, *, pr
         "device": f"{torch.get_num_threads()} threads" if is_cpu else torch.cuda.get_device_name(device),
         "machine": platform.node(),
         "torch": torch.__version__,
-        "backend": REFERENCE,
+        "backend": _pick_backend(device),
         "num_drafts": args.num_drafts,
         "draft_sampling": args.draft_sampling,
         "graphs": f"{_captures(args, device)} {args.enforce_eager} {args.draft_enforce_eager} "
@@ -353,7 +359,7 @@ def load(args: EngineArgs, *, progress: bool = True) -> Loaded:
     compression = tokenizer.compression_map()
     _check_fit(args, config, tokenizer, int(compression.max()) + 1)
     _check_memory(args, config)
-    bind(REFERENCE)
+    bind(_pick_backend(_pick_device(args.device)))
     classes, num_threads = (
         torch.from_numpy(compression),
         torch.get_num_threads(),

@@ -21,7 +21,7 @@ from deepinfer.ops.arithmetic import (
     softplus,
 )
 from deepinfer.ops.op import op
-from deepinfer.ops.quant import PackedWeight, QuantisedRows, RoundedRows, linear_fp8, round_mxfp8
+from deepinfer.ops.quant import PackedWeight, QuantisedRows, RoundedRows, dense, linear_fp8, round_mxfp8
 
 _TILE_WEIGHT_BYTES = 256 << 20
 """Bytes of weights that :func:`_products_in_tiles` gathers at a time."""
@@ -120,28 +120,29 @@ def experts(
     x = x8.values()
     num_tokens, top_k = expert_weights.shape
     products = _products_of_hit_experts if x.device.type == "cpu" else _products_in_tiles
-    gate_up = products(x.to(w13.dense.dtype)[picks.order // top_k], picks, w13.dense).to(x.dtype)
+    first, second = dense(w13), dense(w2)
+    gate_up = products(x.to(first.dtype)[picks.order // top_k], picks, first).to(x.dtype)
     hidden = _swiglu(gate_up, expert_weights.flatten()[picks.order].unsqueeze(1), limit)
-    down = products(hidden.to(w2.dense.dtype), picks, w2.dense).to(x.dtype)
+    down = products(hidden.to(second.dtype), picks, second).to(x.dtype)
     return torch.empty_like(down).index_copy_(0, picks.order, down).view(num_tokens, top_k, down.shape[1])
 
 
-def _products_of_hit_experts(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
+def _products_of_hit_experts(rows: Tensor, picks: SortedPicks, matrices: Tensor) -> Tensor:
     """Multiply ``rows`` [num_picks, in_width], sorted by expert, by their experts' matrices; reads the counts on the host."""
-    parts, first = [rows.new_empty(0, dense.shape[1])], 0
+    parts, first = [rows.new_empty(0, matrices.shape[1])], 0
     for expert, count in enumerate(picks.counts.tolist()):
         if count:
-            parts.append(matmul_rows(rows[first : first + count], dense[expert]))
+            parts.append(matmul_rows(rows[first : first + count], matrices[expert]))
             first += count
     return torch.cat(parts)
 
 
-def _products_in_tiles(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tensor:
+def _products_in_tiles(rows: Tensor, picks: SortedPicks, matrices: Tensor) -> Tensor:
     """The same as :func:`_products_of_hit_experts` without a host sync; the number of tiles is the worst case.
 
     The rows of every expert start at a new tile.  So a tile has only one expert, and a batched product computes many tiles.
     """
-    num_picks, (num_experts, out_width, in_width) = rows.shape[0], dense.shape
+    num_picks, (num_experts, out_width, in_width) = rows.shape[0], matrices.shape
     num_tiles = num_picks // ROW_TILE + min(num_experts, num_picks)
     tiles_of = (picks.counts + ROW_TILE - 1) // ROW_TILE
     last_tile = tiles_of.cumsum(0)
@@ -153,10 +154,10 @@ def _products_in_tiles(rows: Tensor, picks: SortedPicks, dense: Tensor) -> Tenso
     expert_of_tile = torch.searchsorted(last_tile, torch.arange(num_tiles, device=rows.device), right=True)
     expert_of_tile = expert_of_tile.clamp_max(num_experts - 1)
     out = rows.new_empty(num_tiles, ROW_TILE, out_width)
-    at_once = max(1, _TILE_WEIGHT_BYTES // (out_width * in_width * dense.element_size()))
+    at_once = max(1, _TILE_WEIGHT_BYTES // (out_width * in_width * matrices.element_size()))
     for first in range(0, num_tiles, at_once):
         part = slice(first, first + at_once)
-        out[part] = matmul_items(tiles[part], dense[expert_of_tile[part]].transpose(1, 2))
+        out[part] = matmul_items(tiles[part], matrices[expert_of_tile[part]].transpose(1, 2))
     return out.flatten(0, 1)[place]
 
 

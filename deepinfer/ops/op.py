@@ -24,6 +24,7 @@ R = TypeVar("R")
 
 REFERENCE = "torch"
 _REGISTRY: dict[str, Op] = {}  # type: ignore[type-arg]
+_bound = [REFERENCE]
 _log = logging.getLogger(__name__)
 
 CodeFormat = Literal["mxfp8", "mxfp4", "window", "main", "index"]
@@ -121,6 +122,11 @@ def registered() -> dict[str, Op]:  # type: ignore[type-arg]
     return dict(_REGISTRY)
 
 
+def bound() -> str:
+    """The backend that all operators are bound to."""
+    return _bound[0]
+
+
 def bind(backend: str) -> None:
     """Bind every operator to ``backend``.
 
@@ -131,6 +137,8 @@ def bind(backend: str) -> None:
     if missing:
         known = sorted(set.intersection(*(set(each.implementations) for each in _REGISTRY.values())))
         raise ConfigError(f"backend {backend!r} lacks kernels for {', '.join(missing)}; complete backends are {', '.join(known)}")
+    _bound.append(backend)
+    del _bound[:-1]
     for name, each in _REGISTRY.items():
         each.bind(backend)
         _log.debug("op %s -> %s", name, backend)

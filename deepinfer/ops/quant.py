@@ -309,29 +309,44 @@ def unpack_table(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A quantised weight in the reference backend's layout: the checkpoint's bytes, and the values that they encode.
+    """A quantised weight; a backend may add more in its own layout.
 
     Attributes:
         codes: as stored (E4M3 or packed E2M1).
         scale: as stored (UE8M0).
-        dense: [..., out_width, in_width] the dequantised matrix, exact.
     """
 
     codes: Tensor
     scale: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseWeight(PackedWeight):
+    """A weight of the reference: the checkpoint's bytes, and the values that they encode.
+
+    Attributes:
+        dense: [..., out_width, in_width] the dequantised matrix, exact.
+    """
+
     dense: Tensor
+
+
+def dense(weight: PackedWeight) -> Tensor:
+    """The dequantised matrix of a weight that the reference has packed."""
+    assert isinstance(weight, DenseWeight), "the weight was packed while another backend was bound"
+    return weight.dense
 
 
 @op(tolerance=0.0)
 def repack_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight:
     """Lay out an FP8 matrix [..., out_width, in_width] for :func:`linear_fp8`; runs once at load."""
-    return PackedWeight(codes=codes, scale=scale, dense=unpack_fp8(codes, scale, dtype))
+    return DenseWeight(codes=codes, scale=scale, dense=unpack_fp8(codes, scale, dtype))
 
 
 @op(tolerance=0.0)
 def repack_fp4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> PackedWeight:
     """Lay out stacked MXFP4 matrices [num_experts, out_width, in_width] for ``moe.experts``; runs once at load."""
-    return PackedWeight(codes=codes, scale=scale, dense=unpack_fp4(codes, scale, dtype))
+    return DenseWeight(codes=codes, scale=scale, dense=unpack_fp4(codes, scale, dtype))
 
 
 @op(tolerance=0.0)
@@ -411,7 +426,8 @@ def linear_fp8(x8: QuantisedRows, weight: PackedWeight) -> Tensor:
     Tolerance: products of E4M3 values are exact, their sum is fp32.
     """
     x = x8.values()
-    return matmul_rows(x.to(weight.dense.dtype), weight.dense).to(x.dtype)
+    matrix = dense(weight)
+    return matmul_rows(x.to(matrix.dtype), matrix).to(x.dtype)
 
 
 @op(tolerance=4e-3)
@@ -426,6 +442,6 @@ def linear_fp8_grouped(x: Tensor, weight: PackedWeight) -> Tensor:
         [num_tokens, num_groups * out_width] in x's dtype.
     """
     num_groups = x.shape[1]
-    parts = weight.dense.unflatten(0, (num_groups, -1))
-    x = x.to(weight.dense.dtype)
+    parts = dense(weight).unflatten(0, (num_groups, -1))
+    x = x.to(parts.dtype)
     return torch.cat([matmul_rows(x[:, g].contiguous(), parts[g]) for g in range(num_groups)], dim=-1).to(x.dtype)

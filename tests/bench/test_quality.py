@@ -23,10 +23,12 @@ from deepinfer.engine.builtin import NANO_DIRECTORY
 from deepinfer.engine.chat import Call, Mark, Message, reply_text
 from deepinfer.model.checkpoint.reader import read_checkpoint
 from deepinfer.model.flash import Flash
+from deepinfer.ops import op
 from deepinfer.ops.attention import compress, entries, index_topk, index_topk_within, sparse_attention
 from deepinfer.ops.norm import qkv_norm, window_keys
 from deepinfer.ops.quant import decode_main, decode_window, encode_main, encode_window
 from deepinfer.tokenizer import Tokenizer, byte_tokenizer
+from tests.ops.invariance import running
 
 KEYS = ["bits_per_byte", "tasks", "accepted_length", "calibration_error", "expert_load", "approximations"]
 SHORT, LONG = 96, 400
@@ -47,13 +49,17 @@ def prose(tokenizer):
     return prose_of(tokenizer)
 
 
-@pytest.fixture(scope="module")
-def runner(tokenizer):
+def new_runner(tokenizer):
     config = load_config(NANO_DIRECTORY)
     tensors = read_checkpoint(NANO_DIRECTORY, config, progress=False)
     compression = torch.from_numpy(tokenizer.compression_map())
+    return Runner(Flash(config, tensors, compression, device=torch.device("cpu")), 1024)
+
+
+@pytest.fixture(scope="module")
+def runner(tokenizer):
     with torch.inference_mode():
-        yield Runner(Flash(config, tensors, compression, device=torch.device("cpu")), 1024)
+        yield new_runner(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +208,9 @@ def test_other_choices_change_long_texts(runner, prose):
     assert torch.equal(likelihoods(runner, sample), usual)
 
 
-def test_keys_beside_the_records_are_the_keys_of_the_records(runner, prose, monkeypatch):
-    """If the keys are rounded as the records are, reading the one or the other is the same, bit for bit."""
+@torch.inference_mode()
+def test_keys_beside_the_records_are_the_keys_of_the_records(tokenizer, prose, monkeypatch):
+    """If the keys are rounded as the records are, reading the one or the other is the same, bit for bit, in the reference."""
 
     def rounded_keys(*arguments):
         keys = window_keys(*arguments)
@@ -214,11 +221,13 @@ def test_keys_beside_the_records_are_the_keys_of_the_records(runner, prose, monk
         return decode_main(encode_main(main), main.shape[1], torch.float32), index
 
     sample = prose[0].cut(LONG)
-    usual = likelihoods(runner, sample)
-    monkeypatch.setattr(approximations.norm, "window_keys", rounded_keys)
-    monkeypatch.setattr(approximations.attention, "entries", rounded_entries)
-    with unrounded_records():
-        assert torch.equal(likelihoods(runner, sample), usual)
+    with running(op.REFERENCE):
+        runner = new_runner(tokenizer)
+        usual = likelihoods(runner, sample)
+        monkeypatch.setattr(approximations.norm, "window_keys", rounded_keys)
+        monkeypatch.setattr(approximations.attention, "entries", rounded_entries)
+        with unrounded_records():
+            assert torch.equal(likelihoods(runner, sample), usual)
 
 
 def test_operators_are_bound_as_before_after_a_comparison(runner, prose):

@@ -28,9 +28,17 @@ def weights(name):
     return dict(hashed_tensors(named_config(name)))
 
 
-@functools.cache
 def model(name, device=CPU, *, exact):
-    """The network ``name`` (golden or nano) with hashed weights; compressed ids are ids modulo the compressed vocabulary."""
+    """The network ``name`` (golden or nano) with hashed weights, packed by the bound backend.
+
+    Compressed ids are ids modulo the compressed vocabulary.
+    """
+    return _model(name, device, exact, op.bound())
+
+
+@functools.cache
+def _model(name, device, exact, backend):
+    assert backend == op.bound()
     config = named_config(name)
     compression = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
     return Flash(config, weights(name), compression, device=device, exact=exact)
@@ -61,14 +69,15 @@ def fill_with_garbage(cache, rng):
 
 @contextmanager
 def bound(bodies):
-    """Bind a backend that consists of ``bodies`` (operator -> body) and of the reference for all other operators."""
+    """Bind a backend that consists of ``bodies`` (operator -> body) and of the bound backend for all other operators."""
+    before = op.bound()
     for each in op.registered().values():
-        each.implement("test")(bodies.get(each, each.reference))
+        each.implement("test")(bodies.get(each, each.implementations[before]))
     op.bind("test")
     try:
         yield
     finally:
-        op.bind(op.REFERENCE)
+        op.bind(before)
         for each in op.registered().values():
             del each.implementations["test"]
 

@@ -30,6 +30,11 @@ for _module in pkgutil.iter_modules(deepinfer.ops.__path__, "deepinfer.ops."):
             ABSENT[_module.name] = error.name
 
 
+def device_of(backend):
+    """Where a backend other than the reference runs."""
+    return torch.device("cpu" if backend == "cpu" else "cuda")
+
+
 def backends():
     """Names of all backends that have a body for every operator, the reference first."""
     names = set.intersection(*(set(each.implementations) for each in op.registered().values()))
@@ -39,11 +44,12 @@ def backends():
 @contextmanager
 def running(backend):
     """Bind every operator to ``backend`` for a while."""
+    before = op.bound()
     op.bind(backend)
     try:
         yield
     finally:
-        op.bind(op.REFERENCE)
+        op.bind(before)
 
 
 def arguments_of(case, dtype, device, config):

@@ -13,7 +13,7 @@ from deepinfer.config import named_config
 from deepinfer.ops import norm, op, sampling
 from deepinfer.ops.cases import CASES
 from tests.model.tiny import bound
-from tests.ops.invariance import ABSENT, backends, parity_faults, row_faults, wide_config
+from tests.ops.invariance import ABSENT, backends, device_of, parity_faults, row_faults, wide_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GOLDEN = named_config("golden")
@@ -24,18 +24,23 @@ def name_of(case):
     return f"{case.op.name}: {case.name}"
 
 
+def marks_of(device):
+    return [pytest.mark.gpu] if device == CUDA else []
+
+
 def places():
-    """(backend, device, dtype): only the reference runs on CPUs and in fp64."""
+    """(backend, device, dtype): only the reference runs on both devices and in fp64."""
     for backend in backends():
         is_reference = backend == op.REFERENCE
         for device, dtype in itertools.product([CPU, CUDA], [torch.bfloat16, torch.float64]):
-            if is_reference or (device, dtype) == (CUDA, torch.bfloat16):
-                marks = [pytest.mark.gpu] if device == CUDA else []
-                yield pytest.param(backend, device, dtype, marks=marks, id=f"{backend}-{device}-{dtype}".replace("torch.", ""))
+            if is_reference or (device, dtype) == (device_of(backend), torch.bfloat16):
+                yield pytest.param(
+                    backend, device, dtype, marks=marks_of(device), id=f"{backend}-{device}-{dtype}".replace("torch.", "")
+                )
 
 
 ROW_CASES = [case for case in CASES if case.take]
-OTHERS = [backend for backend in backends() if backend != op.REFERENCE]
+OTHERS = [pytest.param(each, marks=marks_of(device_of(each))) for each in backends() if each != op.REFERENCE]
 each_place = pytest.mark.parametrize(("backend", "device", "dtype"), list(places()))
 each_wide_case = pytest.mark.parametrize("case", [case for case in CASES if 1 < case.num_rows <= 10], ids=name_of)
 each_row_case = pytest.mark.parametrize("case", ROW_CASES, ids=name_of)
@@ -54,18 +59,16 @@ def test_a_row_of_the_larger_model_does_not_depend_on_the_other_rows(case, backe
     assert row_faults(case, backend, device, dtype, NANO, seed) == []
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_backend_is_as_near_to_the_reference_as_its_operators_promise(case, backend):
-    assert parity_faults(case, backend, CUDA, torch.bfloat16, GOLDEN) == []
+    assert parity_faults(case, backend, device_of(backend), torch.bfloat16, GOLDEN) == []
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("backend", OTHERS)
 @each_wide_case
 def test_a_backend_is_as_near_at_the_widths_of_the_full_model(case, backend):
-    assert parity_faults(case, backend, CUDA, torch.bfloat16, wide_config(case.op)) == []
+    assert parity_faults(case, backend, device_of(backend), torch.bfloat16, wide_config(case.op)) == []
 
 
 @pytest.mark.slow
