@@ -1,5 +1,6 @@
 """Options, skips and fixtures that all tests share."""
 
+import importlib.util
 import os
 import sys
 import zlib
@@ -15,6 +16,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Examples are drawn from the test's name, so that a run can be repeated.  There is no deadline, because machines differ in speed.
 hypothesis.settings.register_profile("deepinfer", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deepinfer")
+
+
+SERVER_IS_THERE = importlib.util.find_spec("uvicorn") is not None
+collect_ignore = [] if SERVER_IS_THERE else ["server"]
+
+
+def pytest_report_header():
+    return None if SERVER_IS_THERE else "tests/server: left out, because the extra `server` is not installed"
 
 
 def pytest_addoption(parser):
