@@ -390,6 +390,7 @@ class Scheduler:
         if start > state.decoder_floor:  # the decoder half ran over tokens before it, with the parent's floor
             state.decoder_floor = parent.decoder_floor
         self._start(builder, state, holding, start, count)
+        state.num_written_tokens = parent.num_written_tokens  # its slot is a copy of the parent's slot
         return True
 
     def _plan_chunk(self, builder: PlanBuilder, state: RequestState, count: int, *, is_first: bool = False) -> None:

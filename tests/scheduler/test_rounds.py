@@ -518,6 +518,22 @@ def test_fork_goes_back_as_far_as_the_slot_remembers(num_back):
     world.drain()
 
 
+@pytest.mark.parametrize("num_back", range(8))
+def test_fork_of_a_fork_goes_back_as_far_as_the_copied_slot_remembers(num_back):
+    """The slot of the first fork is a copy that holds the rejected drafts of its parent too."""
+    world = world_of(num_slots=9, kv={"enable_prefix_cache": False}, accept=lambda count: 0)
+    decode(world, "parent", prompt=9, max_tokens=40)
+    for _ in range(8):
+        plan_of(world)
+    told = world.told("parent")
+    world.add("child", told, 9, parent="parent", ignore_eos=True)
+    assert [chunk.start for chunk in plan_of(world).chunks] == [len(told) - 1]
+    world.add("grandchild", told[: len(told) - num_back], 9, parent="child", ignore_eos=True)
+    starts = {chunk.request_id: chunk.start for chunk in plan_of(world).chunks}
+    assert starts == {"grandchild": len(told) - 1 - num_back if num_back <= 1 else 0}
+    world.drain()
+
+
 # ------------------------------------------------------------------------------------------------------------------- adaptive
 
 
