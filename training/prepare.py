@@ -92,7 +92,9 @@ def unpack(parts: Sequence[Path], out: Path) -> None:
     """Write the folder that :func:`pack` packed into ``out``; ``parts`` in any order."""
     content = b"".join(each.read_bytes() for each in sorted(parts))
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:xz") as archive:
-        archive.extractall(out, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(out)
 
 
 def write_samples(path: Path, tokenizer: Tokenizer, *, each: int) -> None:

@@ -39,7 +39,11 @@ def played(module, names, *flags):
     done = subprocess.run(
         [sys.executable, "-P", *flags, "-W", "default", "-W", _OF_FORKS, "-m", module, *names],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",  # a forked child must not print what its parent has not written yet
+        },
         capture_output=True,
         text=True,
         timeout=600,
