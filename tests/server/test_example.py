@@ -44,7 +44,6 @@ def test_the_example_names_a_server_that_is_not_there():
 
 @pytest.mark.slow
 def test_the_example_asks_nano():
-    made = Program("--model", "nano")
-    told = check(run(made.url))
-    made.end()
+    with Program("--model", "nano") as made:
+        told = check(run(made.url))
     assert "23 + 45 = 68" in told

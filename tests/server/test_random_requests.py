@@ -40,7 +40,12 @@ def test_random_requests_find_no_failure_no_hang_and_no_leak(capsys, tmp_path):
     command = shutil.which("schemathesis")
     if command is None:
         pytest.skip("the command schemathesis is not installed")
-    server = Program("--max-model-len", "1024", "--max-num-seqs", "16")
+    with Program("--max-model-len", "1024", "--max-num-seqs", "16") as server:
+        bombard(server, command, capsys, tmp_path)
+
+
+def bombard(server, command, capsys, tmp_path):
+    """Send the requests of all groups at once; check answers, memory and the log."""
     hooks = os.environ | {"SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("schemathesis_hooks.py"))}
     seen, log, has_ended = [memory_mb(server.process.pid)], [], threading.Event()
 

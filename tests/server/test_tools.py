@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def nano():
-    made = Program("--model", "nano", "--max-model-len", "4096")
-    yield made
-    code, log = made.end()
-    assert code == 0, log
+    with Program("--model", "nano", "--max-model-len", "4096") as made:
+        yield made
+        code, log = made.end()
+        assert code == 0, log
 
 
 def ran(nano, tool, folder):
