@@ -43,7 +43,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define COLUMNS 4 /* columns of a tile of a product */
 #define PADDED(width) (((width) + 15) / 16 * 16)
 
-/* Multiply-adds below which a second thread costs more than it saves: waking one takes about as long as 2 million of them. */
+/* Multiply-adds up to which one thread computes alone, so that a step of one request wakes no other. */
 #define SHARED_WORK 2000000LL
 
 /* ------------------------------------------------------------------------------------------------------------ numbers */
