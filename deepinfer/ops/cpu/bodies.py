@@ -86,21 +86,12 @@ def _unpack(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 # ----------------------------------------------------------------------------------------------------------------------- products
 
 
-def _fp8(x: Tensor, weight: PackedWeight, out: Tensor, first: int = 0) -> None:
-    """``out`` [num_rows, count] = x [num_rows, in_width] times ``count`` rows of the weight from ``first`` on."""
-    inputs = weight.codes.shape[-1]
-    library().linear_fp8(
-        x.data_ptr(),
-        x.stride(0),
-        x.shape[0],
-        _at(weight.codes),
-        _at(weight.scale),
-        first,
-        out.shape[1],
-        inputs,
-        out.data_ptr(),
-        out.stride(0),
-    )
+def _fp8(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [num_rows, in_width] times the weight: [num_rows, out_width]."""
+    out = x.new_empty(x.shape[0], weight.codes.shape[0])
+    codes, scale = _at(weight.codes), _at(weight.scale)
+    library().linear_fp8(x.data_ptr(), x.stride(0), x.shape[0], codes, scale, *weight.codes.shape, _at(out))
+    return out
 
 
 def _fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -120,20 +111,26 @@ def _quantise(x: Tensor) -> QuantisedRows:
 
 @_body(quant.linear_fp8)
 def _linear_fp8(x8: QuantisedRows, weight: PackedWeight) -> Tensor:
-    x = _values(x8)
-    out = x.new_empty(x.shape[0], weight.codes.shape[0])
-    _fp8(x, weight, out)
-    return out
+    return _fp8(_values(x8), weight)
 
 
 @_body(quant.linear_fp8_grouped)
 def _linear_fp8_grouped(x: Tensor, weight: PackedWeight) -> Tensor:
+    x, (outputs, inputs) = _rows(x), weight.codes.shape
     num_rows, num_groups, _ = x.shape
-    x = _rows(x)
-    width = weight.codes.shape[0] // num_groups
-    out = x.new_empty(num_rows, num_groups * width)
-    for group in range(num_groups):
-        _fp8(x[:, group], weight, out[:, group * width : (group + 1) * width], group * width)
+    out = x.new_empty(num_rows, outputs)
+    library().linear_fp8_grouped(
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        num_rows,
+        num_groups,
+        _at(weight.codes),
+        _at(weight.scale),
+        outputs // num_groups,
+        inputs,
+        _at(out),
+    )
     return out
 
 
@@ -440,8 +437,7 @@ def _index_query(
     q_latent8: QuantisedRows, x: Tensor, wq_b: PackedWeight, weights_proj: Tensor, rotation: norm.Rotation
 ) -> tuple[Tensor, Tensor]:
     num_heads, latent = weights_proj.shape[0], _values(q_latent8)
-    q = latent.new_empty(latent.shape[0], wq_b.codes.shape[0])
-    _fp8(latent, wq_b, q)
+    q = _fp8(latent, wq_b)
     cos, sin, width = rotation.cos.contiguous(), rotation.sin.contiguous(), q.shape[1] // num_heads
     library().index_grid(_at(q), q.shape[0], num_heads, width, _at(cos), _at(sin), cos.shape[1])
     head_weights = _fp32(x, weights_proj).to(x.dtype).to(torch.float32) * (width * num_heads) ** -0.5

@@ -535,10 +535,19 @@ static void quantised_product(const bf16 *x, long stride, int rows, const struct
     for (int t = 0; t < tiles; t++) columns(wide_x, rows, w, t * COLUMNS, out, NULL, out_stride);
 }
 
-void linear_fp8(const bf16 *x, long stride, int rows, const uint8_t *codes, const uint8_t *scales, int first, int outputs,
-                int inputs, bf16 *out, long out_stride) {
-    struct matrix w = {FP8, codes, scales, outputs, inputs, first};
-    quantised_product(x, stride, rows, &w, out, out_stride, 1);
+void linear_fp8(const bf16 *x, long stride, int rows, const uint8_t *codes, const uint8_t *scales, int outputs, int inputs,
+                bf16 *out) {
+    struct matrix w = {FP8, codes, scales, outputs, inputs, 0};
+    quantised_product(x, stride, rows, &w, out, outputs, 1);
+}
+
+/* Group g of every row of x [rows, groups, inputs] times rows [g * outputs, (g + 1) * outputs) of the codes. */
+void linear_fp8_grouped(const bf16 *x, long row_stride, long group_stride, int rows, int groups, const uint8_t *codes,
+                        const uint8_t *scales, int outputs, int inputs, bf16 *out) {
+    for (int g = 0; g < groups; g++) {
+        struct matrix w = {FP8, codes, scales, outputs, inputs, g * outputs};
+        quantised_product(x + g * group_stride, row_stride, rows, &w, out + (long)g * outputs, (long)groups * outputs, 1);
+    }
 }
 
 void linear_fp32(const bf16 *x, long stride, int rows, const float *weight, int outputs, int inputs, float *out) {
