@@ -15,6 +15,7 @@ import signal
 import socket
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -31,6 +32,7 @@ from deepinfer.engine.builtin import NANO_DIRECTORY
 from deepinfer.engine.client import AsyncEngineClient, EngineStats, Take
 from deepinfer.engine.files import OutputFile
 from deepinfer.engine.loader import model_directory
+from deepinfer.errors import EngineError
 from deepinfer.model.progress import progress_bar
 from deepinfer.request import FinishReason, RequestOutput, SamplingParams
 from deepinfer.server.app import make_app, make_service
@@ -78,7 +80,7 @@ class _Commands:
         return _Usage(cpu_s=time.process_time(), memory_bytes=_memory_bytes("self"))
 
 
-class _Feeder(_Commands):
+class _Feeder(_Commands, ABC):
     """Gives one item to each open stream at each step.
 
     Invariant: a stream is open until it has got the last item.
@@ -88,9 +90,9 @@ class _Feeder(_Commands):
         self.items = items
         self.num_open = 0
 
+    @abstractmethod
     def give(self, item: Any) -> None:  # noqa: ANN401  (records, or bytes)
         """Give an item to all open streams."""
-        raise NotImplementedError
 
     async def feed(self, num_streams: int) -> float:
         """Wait for the streams, give all items, and wait for the ends of the streams; returns CPU seconds."""
@@ -165,8 +167,8 @@ class _Replay(_Feeder):
         self._takers = [each for each in self._takers if not each[1].is_set()]
 
     async def stats(self) -> EngineStats:
-        """This engine counts nothing."""
-        raise NotImplementedError
+        """This engine counts nothing, so its server has no metrics."""
+        raise EngineError("the engine that replays tokens has no statistics; ask a server with a model")
 
 
 def _record(token_id: int, number: int, count: int) -> RequestOutput:
